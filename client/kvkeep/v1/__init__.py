@@ -1,0 +1,1 @@
+"""The contract: stubs generated from proto/kvkeep/v1 by `make stubs`, never edited."""
