@@ -1,0 +1,1 @@
+"""The `kvkeep` command: one module a command; argument parsing and printing only."""

@@ -1,0 +1,148 @@
+"""What the benchmark stores: random keys, bytes that tell whose they are, a namespace a size."""
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+import kvkeep
+from kvkeep_server.core.errors import KVKeepError
+
+KEY_NBYTES = 32
+STEP = 2654435761  # spreads the blocks of a batch over the source (Knuth's multiplier)
+
+
+class WrongBytesError(KVKeepError):
+    """A measured call gave something else than what was stored: no figure of the run counts."""
+
+
+class Source:
+    """Random bytes that blocks are filled from; where a block's begin tells which block it is."""
+
+    def __init__(self, nbytes: int, random: np.random.Generator) -> None:
+        """`nbytes` is a multiple of 64."""
+        self.memory: NDArray[np.uint8] = np.frombuffer(random.bytes(nbytes), np.uint8)
+        self._words = self.memory.view(np.uint64)
+
+    def offsets(self, blocks: NDArray[np.int64], block_nbytes: int) -> NDArray[np.int64]:
+        """Where the bytes of these blocks begin, multiples of 64."""
+        room = (self.memory.nbytes - block_nbytes) // 64
+        return blocks * STEP % room * 64
+
+    def block(self, number: int, block_nbytes: int) -> NDArray[np.uint8]:
+        """The bytes of one block, a view."""
+        first = int(self.offsets(np.array([number]), block_nbytes)[0])
+        return self.memory[first : first + block_nbytes]
+
+    def check(self, blocks: NDArray[np.int64], read: NDArray[np.uint8]) -> None:
+        """Compares the first and the last 8 bytes of each block.
+
+        Args:
+            blocks: Numbers, shape (n,).
+            read: What was read, shape (n, block_nbytes).
+
+        Raises:
+            WrongBytesError: One differs.
+        """
+        words = read.view(np.uint64)
+        first = self.offsets(blocks, read.shape[1]) // 8
+        wrong = words[:, 0] != self._words[first]
+        wrong |= words[:, -1] != self._words[first + words.shape[1] - 1]
+        if wrong.any():
+            raise WrongBytesError(f"{int(wrong.sum())} of {len(blocks)} blocks had wrong bytes")
+
+
+class BlockSet:
+    """The blocks of one size: a namespace, a key each, what is stored so far.
+
+    Blocks are stored in chains; `draw` takes any that are stored, since a look-up asks only whether
+    the keys are there.
+    """
+
+    def __init__(
+        self,
+        namespace: kvkeep.Namespace,
+        block_nbytes: int,
+        blocks: int,
+        *,
+        source: Source,
+        random: np.random.Generator,
+    ) -> None:
+        """Makes the keys of `blocks` blocks; stores none."""
+        self.namespace = namespace
+        self.block_nbytes = block_nbytes
+        self.blocks = blocks
+        self.stored = 0
+        self._source = source
+        self._random = random
+        self._keys = np.frombuffer(random.bytes(blocks * KEY_NBYTES), f"V{KEY_NBYTES}")
+
+    def draw(self, count: int) -> tuple[NDArray[np.int64], bytes]:
+        """Numbers and packed keys of `count` stored blocks, at random, with repetition."""
+        numbers = self._random.integers(0, self.stored, count)
+        return numbers, self._keys[numbers].tobytes()
+
+    def batches(self, blocks: int) -> Iterator[tuple[NDArray[np.int64], bytes]]:
+        """The next batches to store, `blocks` each, until the set is full."""
+        while self.stored + blocks <= self.blocks:
+            numbers = np.arange(self.stored, self.stored + blocks)
+            yield numbers, self._keys[self.stored : self.stored + blocks].tobytes()
+
+    def store(self, keys: bytes) -> kvkeep.Store:
+        """Staging room for a batch of `batches`."""
+        return self.namespace.store(keys)
+
+    def fill(self, store: kvkeep.Store, numbers: NDArray[np.int64]) -> None:
+        """Copies the blocks' bytes into the staging views."""
+        size, memory = self.block_nbytes, self._source.memory
+        offsets = self._source.offsets(numbers, size).tolist()
+        for view, first in zip(store.views, offsets, strict=True):
+            np.copyto(np.frombuffer(view, np.uint8), memory[first : first + size])
+
+    def committed(self, result: kvkeep.CommitResult, blocks: int) -> None:
+        """Counts a batch as stored.
+
+        Raises:
+            WrongBytesError: Some of it was not.
+        """
+        if result.stored != blocks:
+            raise WrongBytesError(
+                f"a commit of {blocks} new blocks of {self.block_nbytes} bytes"
+                f" stored {result.stored} and refused {result.refused}"
+            )
+        self.stored += blocks
+
+    def store_all(self, batch_blocks: int) -> None:
+        """Stores what is left, without a clock."""
+        for numbers, keys in self.batches(batch_blocks):
+            store = self.store(keys)
+            self.fill(store, numbers)
+            self.committed(store.commit(), len(numbers))
+
+    def check(self, numbers: NDArray[np.int64], read: NDArray[np.uint8]) -> None:
+        """See `Source.check`; `read` is what one read of the blocks gave, any shape."""
+        self._source.check(numbers, read.reshape(len(numbers), self.block_nbytes))
+
+
+def open_set(
+    client: kvkeep.Client,
+    block_nbytes: int,
+    blocks: int,
+    *,
+    source: Source,
+    random: np.random.Generator,
+) -> BlockSet:
+    """Opens the namespace of one block size."""
+    spec = kvkeep.NamespaceSpec(
+        tenant="bench",
+        model=f"blocks of {block_nbytes} bytes",
+        weights_fingerprint="none",
+        engine="bench",
+        layout_version="1",
+        kv_dtype="uint8",
+        hash_algorithm="random",
+        key_nbytes=KEY_NBYTES,
+        groups=[kvkeep.Group.full("kv", tokens_per_block=16, block_nbytes=block_nbytes)],
+    )
+    namespace = client.open_namespace(spec)
+    return BlockSet(namespace, block_nbytes, blocks, source=source, random=random)

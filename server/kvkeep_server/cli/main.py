@@ -1,0 +1,61 @@
+"""The command line as a whole: its commands; how an error becomes a message and an exit code."""
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+
+import click
+
+from kvkeep_server.cli.bench import bench
+from kvkeep_server.cli.config import config
+from kvkeep_server.cli.demo import demo
+from kvkeep_server.cli.serve import serve
+from kvkeep_server.config import ConfigError
+from kvkeep_server.core.errors import KVKeepError
+
+# EX_CONFIG of sysexits.h.
+EXIT_CONFIG = 78
+EXIT_FAILED = 1
+EXIT_INTERRUPTED = 130
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(version("kvkeep"), prog_name="kvkeep")
+def kvkeep() -> None:
+    """A tiered store for the KV cache of LLM inference engines."""
+
+
+for command in (bench, config, demo, serve):
+    kvkeep.add_command(command)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Runs one command line (without the program's name); returns the exit code.
+
+    Errors that kvkeep raises on purpose are one line each on standard error. Anything else is a bug
+    and keeps its traceback.
+    """
+    try:
+        code = kvkeep.main(args=list(arguments), prog_name="kvkeep", standalone_mode=False)
+        sys.stdout.flush()
+    except ConfigError as error:
+        return _fail(str(error), EXIT_CONFIG)
+    except KVKeepError as error:
+        return _fail(str(error), EXIT_FAILED)
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader left, as `head` does. Python would complain again while it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+    return int(code or 0)
+
+
+def _fail(message: str, code: int) -> int:
+    for line in message.splitlines():
+        click.echo(f"kvkeep: {line}", err=True)
+    return code

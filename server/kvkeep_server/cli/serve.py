@@ -1,0 +1,47 @@
+"""`kvkeep serve`: the daemon, in the foreground."""
+
+import asyncio
+import dataclasses
+import random
+from pathlib import Path
+
+import click
+
+from kvkeep_server.cli.log_lines import log_to_stderr
+from kvkeep_server.cli.runtime_dir import runtime_dir_or_default
+from kvkeep_server.config import Settings, load
+from kvkeep_server.core.clock import SystemClock
+from kvkeep_server.core.memory_limit import read_memory_limit
+from kvkeep_server.daemon import Daemon
+
+
+@click.command()
+@click.option(
+    "--config",
+    "config_file",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="TOML file with the settings; none: a sensible default for this machine.",
+)
+@click.option(
+    "--runtime-dir",
+    metavar="DIR",
+    default="",
+    help="Directory of the sockets; goes before the file's server.runtime_dir.",
+)
+def serve(config_file: Path | None, runtime_dir: str) -> int:
+    """Run the daemon until SIGTERM or SIGINT."""
+    settings = load(config_file, read_memory_limit()).settings
+    log_to_stderr(level=settings.log.level, form=settings.log.format)
+    daemon = Daemon(
+        settings=_placed(settings, runtime_dir), clock=SystemClock(), random=random.SystemRandom()
+    )
+    return asyncio.run(daemon.run())
+
+
+def _placed(settings: Settings, option: str) -> Settings:
+    """The settings with the directory filled in."""
+    chosen = runtime_dir_or_default(option or settings.server.runtime_dir)
+    return dataclasses.replace(
+        settings, server=dataclasses.replace(settings.server, runtime_dir=chosen)
+    )

@@ -1,0 +1,498 @@
+"""The settings: one TOML file, or none, becomes one frozen tree that is checked once.
+
+Only `cli` and `daemon` see this module; everything below gets plain values. A field here is the
+whole truth about a key: its default, what is allowed, what it means; `kvkeep config reference`
+prints it. Attributes carry their unit last (`ttl_s`, `size_nbytes`); in the file it is in the value
+("30s", "2GiB").
+"""
+
+import dataclasses
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvkeep_server.core.errors import KVKeepError
+from kvkeep_server.core.memory_limit import (
+    MemoryLimit,
+    MemoryPlan,
+    pool_nbytes_auto,
+    staging_nbytes_auto,
+)
+from kvkeep_server.core.quantities import format_size, show_size
+from kvkeep_server.core.settings_kinds import (
+    AUTO,
+    Choice,
+    Directory,
+    Duration,
+    Flag,
+    Kind,
+    Ratio,
+    Size,
+    SocketMode,
+    Value,
+    Whole,
+    nearest,
+    shown,
+)
+from kvkeep_server.policies.registry import ADMISSION, EVICTION, PREFETCH
+from kvkeep_server.tiers.ram.slabs import auto_slab_nbytes
+
+KiB, MiB, GiB, TiB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
+PAGE_NBYTES = 4 * KiB
+FILE_NBYTES_MAX = 1 * MiB
+
+
+class ConfigError(KVKeepError):
+    """Settings that are refused.
+
+    Attributes:
+        problems: One sentence each: key, value, what is allowed, the fix.
+    """
+
+    def __init__(self, source: str, problems: tuple[str, ...]) -> None:
+        """See the class; `source` names the file."""
+        super().__init__("\n".join(f"{source}: {problem}" for problem in problems))
+        self.problems = problems
+
+
+def _key(name: str, kind: Kind, default: object, meaning: str) -> Any:  # noqa: ANN401 - a field
+    return dataclasses.field(metadata={"facts": (name, kind, default, meaning)})
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """Where the daemon listens."""
+
+    runtime_dir: str = _key(
+        "runtime_dir",
+        Directory(),
+        "",
+        "Directory of the sockets, made with mode 0700 where it is missing. Empty:"
+        " `$XDG_RUNTIME_DIR/kvkeep`, else `/tmp/kvkeep-<uid>`.",
+    )
+    socket_mode: int = _key(
+        "socket_mode",
+        SocketMode(),
+        "0660",
+        "Permissions of both sockets. Who may connect may read and store, and call Admin.",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RamSettings:
+    """The ram tier."""
+
+    size_nbytes: int = _key(
+        "size",
+        Size(
+            4 * MiB,
+            16 * TiB,
+            PAGE_NBYTES,
+            share=True,
+            auto="25 % of the memory limit, at most 2GiB",
+        ),
+        AUTO,
+        "Most that the pool may hold. A share is one of the memory limit: the smallest of the"
+        " cgroup's and the host's.",
+    )
+    chunk_nbytes: int = _key(
+        "chunk",
+        Size(4 * MiB, 1 * GiB, 2 * MiB),
+        "1GiB",
+        "The pool grows by this much: one memfd, charged to the daemon when it is added.",
+    )
+    slab_nbytes: int = _key(
+        "slab",
+        Size(
+            64 * KiB,
+            256 * MiB,
+            PAGE_NBYTES,
+            auto="1/16 of the pool within 1MiB to 64MiB",
+        ),
+        AUTO,
+        "A chunk is cut into slabs, a slab into equal slots. A block is never larger than a slab.",
+    )
+    policy: str = _key("policy", Choice(tuple(EVICTION)), "lru", "Which blocks leave first.")
+    admission: str = _key(
+        "admission", Choice(tuple(ADMISSION)), "always", "Which blocks may enter."
+    )
+    prefetch: str = _key(
+        "prefetch", Choice(tuple(PREFETCH)), "none", "What is loaded ahead of a read."
+    )
+    huge_pages: bool = _key(
+        "huge_pages",
+        Flag(),
+        True,  # noqa: FBT003 - the value of a key, not a flag of the call
+        "Ask the kernel to back the pool with huge pages, as far as it has them.",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class IndexSettings:
+    """The shared index."""
+
+    rows_initial: int = _key(
+        "rows_initial",
+        Whole(64, 1 << 30),
+        65536,
+        "Rows of the first table, rounded up to buckets of 8. A full table moves to a larger one.",
+    )
+    load_max: float = _key(
+        "load_max", Ratio(0.25, 0.9), 0.66, "Share of rows in use at which the table moves."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class SessionSettings:
+    """Attached clients."""
+
+    timeout_s: float = _key(
+        "timeout",
+        Duration(0.5, 3600),
+        "30s",
+        "A client that is silent for so long is ended. One that died is noticed at once.",
+    )
+    staging_nbytes: int = _key(
+        "staging",
+        Size(PAGE_NBYTES, 64 * GiB, PAGE_NBYTES, auto="64MiB, at most staging_max"),
+        AUTO,
+        "Staging ring of a session that asks for none in particular.",
+    )
+    staging_nbytes_max: int = _key(
+        "staging_max",
+        Size(PAGE_NBYTES, 64 * GiB, PAGE_NBYTES, auto="1GiB, at most staging_total_max"),
+        AUTO,
+        "Largest staging ring of one session.",
+    )
+    sessions_max: int = _key("sessions_max", Whole(1, 65536), 256, "Sessions at a time.")
+    staging_total_nbytes_max: int = _key(
+        "staging_total_max",
+        Size(
+            PAGE_NBYTES,
+            TiB,
+            PAGE_NBYTES,
+            share=True,
+            auto="half of what pool, index and process leave of the memory limit, at most 4GiB",
+        ),
+        AUTO,
+        "Staging rings of all sessions together.",
+    )
+    touch_records: int = _key(
+        "touch_records",
+        Whole(64, 1 << 20, power_of_two=True),
+        4096,
+        "Look-ups that a session's touch ring holds until the daemon drains it (64 bytes each).",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseSettings:
+    """Leases."""
+
+    ttl_s: float = _key("ttl", Duration(0.1, 86400), "30s", "Life of a lease that asks for none.")
+    leases_max: int = _key(
+        "leases_max", Whole(1, 1 << 24), 65536, "Leases at a time, of all sessions."
+    )
+    remembered_max: int = _key(
+        "remembered_max",
+        Whole(0, 1 << 24),
+        16384,
+        "Expired leases that are remembered, so that a late Renew can tell renewed from lost.",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LimitSettings:
+    """Bounds of single calls."""
+
+    keys_max: int = _key("keys_max", Whole(1, 1 << 20), 32768, "Keys in one call.")
+    namespaces_max: int = _key("namespaces_max", Whole(1, 65536), 4096, "Namespace sets at a time.")
+    block_nbytes_max: int = _key(
+        "block_max",
+        Size(PAGE_NBYTES, 256 * MiB, auto="64MiB, at most one slab"),
+        AUTO,
+        "Largest block of one group and one rank.",
+    )
+    message_nbytes_max: int = _key(
+        "message_max", Size(64 * KiB, 256 * MiB), "4MiB", "Largest gRPC message, in and out."
+    )
+    commits_running_max: int = _key(
+        "commits_running_max",
+        Whole(1, 4096),
+        64,
+        "Commits at a time; above it: RESOURCE_EXHAUSTED.",
+    )
+    copy_threads: int = _key("copy_threads", Whole(1, 64), 2, "Threads that copy and checksum.")
+
+
+@dataclass(frozen=True, slots=True)
+class LogSettings:
+    """What is written to standard error."""
+
+    level: str = _key(
+        "level",
+        Choice(("debug", "info", "warning", "error")),
+        "info",
+        "Least level that is written.",
+    )
+    format: str = _key(
+        "format", Choice(("text", "json")), "text", "Lines for people, or one JSON object a line."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The whole tree; a table of the file each."""
+
+    server: ServerSettings
+    ram: RamSettings
+    index: IndexSettings
+    sessions: SessionSettings
+    leases: LeaseSettings
+    limits: LimitSettings
+    log: LogSettings
+
+
+TABLES: Mapping[str, type] = {field.name: field.type for field in dataclasses.fields(Settings)}  # type: ignore[misc]
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key of the file."""
+
+    table: str
+    name: str
+    attribute: str
+    kind: Kind
+    default: object
+    meaning: str
+
+    @property
+    def path(self) -> str:
+        """As it is named in messages: "ram.size"."""
+        return f"{self.table}.{self.name}"
+
+
+def _keys() -> Iterator[Key]:
+    for table, settings_class in TABLES.items():
+        for field in dataclasses.fields(settings_class):
+            key, kind, default, meaning = field.metadata["facts"]
+            yield Key(table, key, field.name, kind, default, meaning)
+
+
+# Every key by path, in the order of the reference.
+KEYS: Mapping[str, Key] = {key.path: key for key in _keys()}
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Settings; by key path where a value is from (file, default, auto); the limit for sums."""
+
+    settings: Settings
+    origins: Mapping[str, str]
+    memory: MemoryLimit
+
+    def value(self, path: str) -> Value:
+        """The effective value of a key, in its Python form."""
+        key = KEYS[path]
+        found: Value = getattr(getattr(self.settings, key.table), key.attribute)
+        return found
+
+
+def load(path: Path | None, memory: MemoryLimit) -> Loaded:
+    """Reads and checks a file; None is the embedded default.
+
+    Raises:
+        ConfigError: The file or values in it are refused; all problems at once.
+    """
+    if path is None:
+        return parse("", "the embedded default", memory)
+    return parse(_read(path), str(path), memory)
+
+
+def parse(text: str, source: str, memory: MemoryLimit) -> Loaded:
+    """Checks the text of a file, called `source` in messages. Errors as in `load`."""
+    try:
+        tree = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        fix = 'strings need quotes, tables are [name], a key stands once: key = "value"'
+        raise ConfigError(source, (f"not valid TOML: {error}; fix: {fix}",)) from error
+    values, problems = _values(tree, memory)
+    if problems:
+        raise ConfigError(source, tuple(problems))
+    origins = {path: "file" if path in _flat(tree) else "default" for path in KEYS}
+    origins |= {path: "auto" for path, value in values.items() if value is None}
+    filled = _fill_auto(values, memory)
+    problems = list(_contradictions(filled, origins, memory))
+    if problems:
+        raise ConfigError(source, tuple(problems))
+    tables = {
+        table: settings_class(
+            **{key.attribute: filled[key.path] for key in KEYS.values() if key.table == table}
+        )
+        for table, settings_class in TABLES.items()
+    }
+    return Loaded(Settings(**tables), origins, memory)
+
+
+def _read(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            content = file.read(FILE_NBYTES_MAX + 1)
+        text = content.decode() if len(content) <= FILE_NBYTES_MAX else None
+    except OSError as error:
+        problem = f"cannot be read: {error.strerror}; fix: name a readable TOML file, or none"
+    except UnicodeDecodeError as error:
+        problem = f"is not UTF-8 at byte {error.start}; fix: save the file as UTF-8"
+    else:
+        if text is not None:
+            return text
+        problem = f"is larger than {format_size(FILE_NBYTES_MAX)}; fix: name a TOML file"
+    raise ConfigError(str(path), (problem,))
+
+
+def _flat(tree: Mapping[str, Any]) -> dict[str, object]:
+    return {
+        f"{table}.{name}": raw
+        for table, entries in tree.items()
+        if isinstance(entries, dict)
+        for name, raw in entries.items()
+    }
+
+
+def _values(
+    tree: Mapping[str, Any], memory: MemoryLimit
+) -> tuple[dict[str, Value | None], list[str]]:
+    """Every key's value (None: auto) and what is wrong with single values."""
+    problems = [
+        _unknown_table(name, entries)
+        for name, entries in tree.items()
+        if name not in TABLES or not isinstance(entries, dict)
+    ]
+    given = _flat({name: entries for name, entries in tree.items() if name in TABLES})
+    problems += [_unknown_key(path) for path in given if path not in KEYS]
+    values: dict[str, Value | None] = {}
+    for path, key in KEYS.items():
+        raw = given.get(path, key.default)
+        try:
+            values[path] = key.kind.parse(raw, memory.nbytes)
+        except ValueError as error:
+            problems.append(_problem(path, shown(raw), key.kind.allowed, str(error)))
+    return values, problems
+
+
+def _problem(path: str, value: str, allowed: str, fix: str) -> str:
+    return f"{path} is {value}; allowed: {allowed}; fix: {fix}"
+
+
+def _unknown_table(name: str, entries: object) -> str:
+    word = shown(name)[1:-1]
+    if name in TABLES:
+        fix = f"write [{name}] on a line, then its keys"
+        return _problem(word, shown(entries), f"a table [{name}]", fix)
+    tables = ", ".join(f"[{table}]" for table in TABLES)
+    if not isinstance(entries, dict):
+        homes = [path for path in KEYS if path.endswith(f".{name}")]
+        fix = f"move it to {' or '.join(homes)}" if homes else "put it into one of the tables"
+        return f"{word} is a key outside of a table; allowed: {tables}; fix: {fix}"
+    meant = nearest(name, list(TABLES))
+    fix = f"did you mean [{meant}]?" if meant else "remove it"
+    return f"[{word}] is not a table of this file; allowed: {tables}; fix: {fix}"
+
+
+def _unknown_key(path: str) -> str:
+    table, _, name = path.partition(".")
+    names = [key.name for key in KEYS.values() if key.table == table]
+    meant = nearest(name, names)
+    homes = [key.path for key in KEYS.values() if key.name == name]
+    guesses = [f"{table}.{meant}"] if meant else homes
+    fix = f"did you mean {' or '.join(guesses)}?" if guesses else "remove it"
+    word = shown(path)[1:-1]
+    return f"{word} is not a key; allowed in [{table}]: {', '.join(names)}; fix: {fix}"
+
+
+def _fill_auto(values: Mapping[str, Value | None], memory: MemoryLimit) -> dict[str, Any]:
+    """Puts sizes in the place of "auto", each from those above it."""
+    filled: dict[str, Any] = dict(values)
+
+    def fill(path: str, nbytes: int) -> None:
+        if filled[path] is None:
+            filled[path] = max(PAGE_NBYTES, nbytes // PAGE_NBYTES * PAGE_NBYTES)
+
+    fill("ram.size", pool_nbytes_auto(memory.nbytes))
+    pool, block = filled["ram.size"], filled["limits.block_max"] or 0
+    fill("ram.slab", min(filled["ram.chunk"], max(auto_slab_nbytes(pool), block + PAGE_NBYTES - 1)))
+    fill("limits.block_max", min(64 * MiB, filled["ram.slab"]))
+    plan = MemoryPlan(pool, 0, filled["index.rows_initial"])
+    fill("sessions.staging_total_max", staging_nbytes_auto(memory.nbytes, plan))
+    fill("sessions.staging_max", min(1 * GiB, filled["sessions.staging_total_max"]))
+    fill("sessions.staging", min(64 * MiB, filled["sessions.staging_max"]))
+    return filled
+
+
+def _contradictions(
+    values: Mapping[str, Any], origins: Mapping[str, str], memory: MemoryLimit
+) -> Iterator[str]:
+    """Values that are fine alone but not together."""
+    at_most = (
+        ("sessions.staging", "sessions.staging_max"),
+        ("sessions.staging_max", "sessions.staging_total_max"),
+        ("ram.slab", "ram.chunk"),
+        ("ram.slab", "ram.size"),
+        ("limits.block_max", "ram.slab"),
+    )
+    for small, large in at_most:
+        if values[small] > values[large] and origins[small] != "auto":
+            bound = format_size(values[large])
+            yield _problem(
+                small,
+                f'"{format_size(values[small])}"',
+                f'at most {large}, which is "{bound}" ({origins[large]})',
+                f'set {small} to "{bound}" or less, or {large} to more',
+            )
+    # A full request is all keys at their longest, with room for the other fields.
+    request_nbytes = values["limits.keys_max"] * 64 + 4 * KiB
+    if request_nbytes > values["limits.message_max"]:
+        yield _problem(
+            "limits.keys_max",
+            str(values["limits.keys_max"]),
+            "what fits into limits.message_max"
+            f' ("{format_size(values["limits.message_max"])}") at 64 bytes a key',
+            f'set limits.message_max to "{format_size(request_nbytes)}" or more',
+        )
+    yield from _memory_sum(values, origins, memory)
+
+
+def memory_plan(settings: Settings) -> MemoryPlan:
+    """What a daemon with these settings will use at most."""
+    return MemoryPlan(
+        settings.ram.size_nbytes,
+        settings.sessions.staging_total_nbytes_max,
+        settings.index.rows_initial,
+    )
+
+
+def _memory_sum(
+    values: Mapping[str, Any], origins: Mapping[str, str], memory: MemoryLimit
+) -> Iterator[str]:
+    parts = {path: values[path] for path in ("ram.size", "sessions.staging_total_max")}
+    pool, staging = parts.values()
+    plan = MemoryPlan(pool, staging, values["index.rows_initial"])
+    if plan.nbytes <= memory.nbytes:
+        return
+    # Name the part that somebody chose, the larger one if it is both.
+    path = max(parts, key=lambda part: (origins[part] == "file", parts[part]))
+    other = next(part for part in parts if part != path)
+    room = memory.nbytes - plan.nbytes + parts[path]
+    yield _problem(
+        path,
+        f'"{format_size(parts[path])}"',
+        f"what with {other} ({format_size(parts[other])}), index and process"
+        f" ({show_size(plan.rest_nbytes)}) stays within {show_size(memory.nbytes)}, the"
+        f" {memory.source}; free now: {show_size(memory.free_nbytes)}",
+        f'set {path} to "{show_size(room)}" or less'
+        if room >= 4 * MiB
+        else f"raise that limit to {show_size(plan.nbytes + MiB)}, or lower both",
+    )

@@ -1,0 +1,1 @@
+"""Values and enums that every layer shares: keys, results, errors, hints, clock."""

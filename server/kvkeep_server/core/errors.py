@@ -1,0 +1,73 @@
+"""What can go wrong, as types. `rpc/convert.py` owns the one table from these to gRPC status codes.
+
+KVKeepError
+├── InvalidArgumentError       the caller's input; names field, value, what is allowed, the fix
+├── NotFoundError              a handle that is not open in this server epoch
+├── SessionUnknownError        no live session behind the token
+├── FailedPreconditionError    right input, wrong state (layout versions, ack level, mode)
+├── UnsupportedError           a call that this release does not serve
+├── TierUnavailableError       a tier is sick; the manager reads elsewhere
+└── ResourceExhaustedError     a limit; carries when to try again
+    └── PoolExhaustedError     no room in the ram tier
+"""
+
+
+class KVKeepError(Exception):
+    """Root of all errors that kvkeep raises on purpose."""
+
+
+class InvalidArgumentError(KVKeepError):
+    """A value that is not allowed.
+
+    Args:
+        field: Name of the field, as the caller wrote it.
+        value: The value; shown with `repr`, cut at 100 characters.
+        allowed: What is allowed there.
+        fix: What the caller should do.
+    """
+
+    def __init__(self, field: str, value: object, allowed: str, fix: str) -> None:
+        """See the class."""
+        shown = repr(value)
+        if len(shown) > 100:
+            shown = shown[:97] + "..."
+        super().__init__(f"{field} is {shown}; allowed: {allowed}; fix: {fix}")
+        self.field = field
+
+
+class NotFoundError(KVKeepError):
+    """A handle (namespace set, lease) that is not open in this server epoch."""
+
+
+class SessionUnknownError(KVKeepError):
+    """The session token names no live session: attach again."""
+
+
+class FailedPreconditionError(KVKeepError):
+    """The request is well formed, but the daemon's state does not allow it."""
+
+
+class UnsupportedError(KVKeepError):
+    """A call or option that this release does not serve."""
+
+
+class TierUnavailableError(KVKeepError):
+    """A tier cannot answer now."""
+
+
+class ResourceExhaustedError(KVKeepError):
+    """A limit is reached.
+
+    Args:
+        message: Which limit, its value, and the fix.
+        retry_after_s: When another try may succeed, in seconds.
+    """
+
+    def __init__(self, message: str, retry_after_s: float = 0.1) -> None:
+        """See the class."""
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class PoolExhaustedError(ResourceExhaustedError):
+    """The ram tier has no room and may not grow."""

@@ -1,0 +1,89 @@
+"""One daemon per runtime directory: a lock that dies with its holder, and a record of who holds
+it."""
+
+import fcntl
+import os
+import socket
+import stat
+from pathlib import Path
+
+from kvkeep_server.core.errors import FailedPreconditionError
+
+_LOCK_NAME = "kvkeep.lock"
+
+
+class Ownership:
+    """Holds a runtime directory for this process.
+
+    The lock is `flock`: the kernel gives it back when the holder dies, so a stale file never locks
+    anybody out. The file's content (pid, server epoch) is for the message to whom comes second.
+
+    Args:
+        runtime_dir: Made with mode 0700 where it is missing.
+        server_epoch: Of this daemon.
+    """
+
+    def __init__(self, runtime_dir: Path, *, server_epoch: int) -> None:
+        """See the class; `acquire` does the work."""
+        self._dir = runtime_dir
+        self._server_epoch = server_epoch
+        self._fd = -1
+
+    def acquire(self) -> None:
+        """Takes the directory.
+
+        Raises:
+            FailedPreconditionError: Another daemon has it (named by pid), or it is not ours to use.
+        """
+        try:
+            self._dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            status = self._dir.stat()
+            if status.st_uid != os.geteuid():
+                msg = f"{self._dir} belongs to uid {status.st_uid}; name another --runtime-dir"
+                raise FailedPreconditionError(msg)
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            fd = os.open(self._dir / _LOCK_NAME, flags, 0o600)
+        except OSError as error:
+            msg = f"{self._dir}: {error.strerror}; name a directory of your own with --runtime-dir"
+            raise FailedPreconditionError(msg) from error
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(fd, 200).decode(errors="replace").strip() or "pid unknown"
+            os.close(fd)
+            msg = f"another daemon serves {self._dir} ({holder}); stop it, or give --runtime-dir"
+            raise FailedPreconditionError(msg) from None
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"pid {os.getpid()}, server epoch {self._server_epoch}\n".encode(), 0)
+        self._fd = fd
+
+    def clear_socket(self, path: Path, kind: socket.SocketKind) -> None:
+        """Removes a socket that a dead daemon left.
+
+        Raises:
+            FailedPreconditionError: Somebody listens there, or it is no socket.
+        """
+        try:
+            if not stat.S_ISSOCK(path.lstat().st_mode):
+                msg = f"{path} is not a socket; move it away, or name another --runtime-dir"
+                raise FailedPreconditionError(msg)
+        except FileNotFoundError:
+            return
+        with socket.socket(socket.AF_UNIX, kind) as probe:
+            probe.settimeout(1.0)
+            try:
+                probe.connect(str(path))
+            except ConnectionRefusedError:
+                path.unlink()
+                return
+            except OSError as error:
+                msg = f"{path}: {error.strerror}; remove it, or name another --runtime-dir"
+                raise FailedPreconditionError(msg) from error
+        msg = f"{path} is served by another process; stop it, or name another --runtime-dir"
+        raise FailedPreconditionError(msg)
+
+    def release(self) -> None:
+        """Gives the directory back."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1

@@ -1,0 +1,33 @@
+"""What the daemon asks of the kernel for its own process."""
+
+import ctypes
+import os
+import resource
+
+_PR_SET_DUMPABLE = 4
+
+
+def forbid_inspection() -> None:
+    """Closes /proc/<pid>/mem, ptrace and core dumps to everyone but root, also to processes of the
+    same uid.
+
+    The pool holds what users typed; a client of the daemon's own uid could otherwise write into it
+    through /proc/<pid>/mem, past every seal.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl(PR_SET_DUMPABLE): {os.strerror(number)}")
+
+
+def raise_descriptor_limit() -> int:
+    """Raises the soft limit of open descriptors to the hard one and returns it.
+
+    Each session takes a handful, and those on their way to clients count against the same limit.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard

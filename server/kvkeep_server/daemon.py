@@ -1,0 +1,295 @@
+"""The composition root: the one place that builds, wires, starts and drains."""
+
+import asyncio
+import contextlib
+import logging
+import random
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvkeep_server.config import Settings
+from kvkeep_server.core.clock import Clock
+from kvkeep_server.core.memory_limit import MemoryLimit, read_memory_limit
+from kvkeep_server.core.ownership import Ownership
+from kvkeep_server.core.process import forbid_inspection
+from kvkeep_server.index.table import IndexTable
+from kvkeep_server.policies.registry import admission_policy, eviction_policy
+from kvkeep_server.rpc.fd_handover import FdHandover
+from kvkeep_server.rpc.server import ClientLimits, Server
+from kvkeep_server.service.block_service import BlockService, ServiceLimits
+from kvkeep_server.service.namespaces import Namespaces
+from kvkeep_server.service.sessions import FdKind, FdOffer, Session, SessionLimits, Sessions
+from kvkeep_server.tiering.commits import Commits
+from kvkeep_server.tiering.leases import Leases
+from kvkeep_server.tiering.manager import TierManager
+from kvkeep_server.tiering.residency import Residency, TableSettings
+from kvkeep_server.tiering.room import RoomMaker
+from kvkeep_server.tiering.transfers import Transfers
+from kvkeep_server.tiers.ram.pool import Chunk, Pool, PoolSettings
+from kvkeep_server.tiers.ram.tier import RamTier
+
+SOCKET_NAME = "kvkeep.sock"
+FD_SOCKET_NAME = "kvkeep.fd.sock"
+# One of the daemon's threads may hold the GIL for so long before the event loop gets it: DESIGN
+# section 2.
+_SWITCH_INTERVAL_S = 0.0002
+_UPKEEP_PERIOD_S = 0.05
+_DRAIN_S = 5.0
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Core:
+    """Everything below `rpc/`, wired. Also what a test builds on a virtual clock."""
+
+    ram: RamTier
+    residency: Residency
+    leases: Leases
+    sessions: Sessions
+    namespaces: Namespaces
+    service: BlockService
+    executor: ThreadPoolExecutor
+    transfers: Transfers
+
+    def close(self) -> None:
+        """Ends threads; gives the memory back."""
+        for session in self.sessions:
+            self.sessions.end(session.session_id, "daemon stops")
+        self.residency.stop()
+        self.transfers.close()
+        self.executor.shutdown()
+
+
+def build_core(
+    settings: Settings,
+    *,
+    clock: Clock,
+    source: random.Random,
+    server_epoch: int,
+    memory_limit: Callable[[], MemoryLimit] = read_memory_limit,
+) -> Core:
+    """Builds and wires; starts nothing but idle threads.
+
+    Raises:
+        InvalidArgumentError: Settings that this machine cannot carry.
+    """
+    executor = ThreadPoolExecutor(settings.limits.copy_threads, thread_name_prefix="kvkeep-pool")
+    wiring = _Wiring()
+    pool = Pool(
+        settings=PoolSettings(
+            limit_nbytes=settings.ram.size_nbytes,
+            chunk_nbytes_max=settings.ram.chunk_nbytes,
+            chunk_nbytes_min=settings.ram.slab_nbytes,
+            server_epoch=server_epoch,
+            huge_pages=settings.ram.huge_pages,
+        ),
+        memory_limit=memory_limit,
+        on_chunk=wiring.on_chunk,
+    )
+    pool.check_fits()
+    ram = RamTier(pool=pool, slab_nbytes=settings.ram.slab_nbytes, executor=executor, clock=clock)
+    residency = Residency(
+        ram=ram,
+        policy=eviction_policy(settings.ram.policy)(),
+        clock=clock,
+        source=source,
+        settings=TableSettings(server_epoch, settings.index.rows_initial, settings.index.load_max),
+    )
+    leases = Leases(
+        residency=residency,
+        clock=clock,
+        source=source,
+        ttl_s=settings.leases.ttl_s,
+        leases_max=settings.leases.leases_max,
+        remembered_max=settings.leases.remembered_max,
+    )
+    sessions = Sessions(
+        limits=_session_limits(settings),
+        clock=clock,
+        source=source,
+        server_epoch=server_epoch,
+        offers=lambda: [_table_offer(residency.table), *map(_chunk_offer, pool.chunks.values())],
+        on_end=lambda session: wiring.on_session_end(leases, session),
+    )
+    namespaces = Namespaces(
+        namespaces_max=settings.limits.namespaces_max,
+        block_nbytes_max=min(settings.limits.block_nbytes_max, ram.block_nbytes_max),
+        add_keyspace=residency.add_keyspace,
+    )
+    transfers = Transfers(threads=settings.limits.copy_threads)
+    room = RoomMaker(ram=ram, residency=residency, publish_table=wiring.on_table)
+    service = BlockService(
+        limits=ServiceLimits(settings.limits.keys_max, settings.limits.commits_running_max),
+        namespaces=namespaces,
+        sessions=sessions,
+        manager=TierManager(residency=residency, leases=leases),
+        commits=Commits(
+            residency=residency,
+            room=room,
+            transfers=transfers,
+            admission=admission_policy(settings.ram.admission)(),
+        ),
+        clock=clock,
+    )
+    wiring.sessions = sessions
+    return Core(ram, residency, leases, sessions, namespaces, service, executor, transfers)
+
+
+class _Wiring:
+    """Typed events that flow up: from the pool and the index to the sessions."""
+
+    sessions: Sessions | None = None
+
+    def on_chunk(self, chunk: Chunk) -> None:
+        if self.sessions is not None:
+            values = {"chunk_id": chunk.chunk_id, "nbytes": chunk.nbytes}
+            self.sessions.tell_all("chunk_added", values, lambda: [_chunk_offer(chunk)])
+
+    def on_table(self, table: IndexTable) -> None:
+        if self.sessions is not None:
+            self.sessions.tell_all(
+                "index_moved", {"table_id": table.table_id}, lambda: [_table_offer(table)]
+            )
+
+    @staticmethod
+    def on_session_end(leases: Leases, session: Session) -> None:
+        leases.end_session(session.session_id)
+
+
+def _table_offer(table: IndexTable) -> FdOffer:
+    return FdOffer(FdKind.INDEX, table.table_id, table.memfd.nbytes, table.memfd.client_fd())
+
+
+def _chunk_offer(chunk: Chunk) -> FdOffer:
+    return FdOffer(FdKind.CHUNK, chunk.chunk_id, chunk.nbytes, chunk.memfd.client_fd())
+
+
+def _session_limits(settings: Settings) -> SessionLimits:
+    sessions = settings.sessions
+    return SessionLimits(
+        timeout_s=sessions.timeout_s,
+        staging_nbytes=sessions.staging_nbytes,
+        staging_max_nbytes=sessions.staging_nbytes_max,
+        staging_total_max_nbytes=sessions.staging_total_nbytes_max,
+        sessions_max=sessions.sessions_max,
+        touch_records=sessions.touch_records,
+    )
+
+
+class Daemon:
+    """One daemon. `run` serves until SIGTERM, SIGINT or cancellation.
+
+    Args:
+        settings: With `server.runtime_dir` filled in.
+        clock: Of everything.
+        random: Seeds tables, draws tokens and lease ids; unguessable in production.
+    """
+
+    def __init__(self, *, settings: Settings, clock: Clock, random: random.Random) -> None:
+        """See the class."""
+        self._settings = settings
+        self._clock = clock
+        self._random = random
+        self._server_epoch = random.getrandbits(63) | 1
+
+    async def run(self) -> int:
+        """Starts, serves, drains; returns the process's exit code.
+
+        Raises:
+            KVKeepError: It cannot start; one sentence.
+        """
+        directory = Path(self._settings.server.runtime_dir)
+        ownership = Ownership(directory, server_epoch=self._server_epoch)
+        ownership.acquire()
+        try:
+            forbid_inspection()
+            sys.setswitchinterval(_SWITCH_INTERVAL_S)
+            ownership.clear_socket(directory / SOCKET_NAME, socket.SOCK_STREAM)
+            ownership.clear_socket(directory / FD_SOCKET_NAME, socket.SOCK_SEQPACKET)
+            core = build_core(
+                self._settings,
+                clock=self._clock,
+                source=self._random,
+                server_epoch=self._server_epoch,
+            )
+            try:
+                await core.ram.grow()
+                await self._serve(core, directory)
+            finally:
+                core.close()
+        finally:
+            ownership.release()
+        return 0
+
+    async def _serve(self, core: Core, directory: Path) -> None:
+        stop = _stop_signal()
+        server = Server(
+            service=core.service,
+            ram=core.ram,
+            server_epoch=self._server_epoch,
+            limits=self._client_limits(core),
+        )
+        mode = self._settings.server.socket_mode
+        handover = FdHandover(path=directory / FD_SOCKET_NAME, mode=mode, opener=core.sessions)
+        core.sessions.sender = handover
+        await server.start(directory / SOCKET_NAME, mode)
+        handover.start()
+        await server.say_serving()
+        _log.info(
+            "serving", extra={"runtime_dir": str(directory), "server_epoch": self._server_epoch}
+        )
+        upkeep = asyncio.create_task(_upkeep(core.service))
+        stopped = asyncio.create_task(stop.wait())
+        try:
+            # Upkeep ends by a broken invariant only: then it is better not to serve at all.
+            await asyncio.wait((stopped, upkeep), return_when=asyncio.FIRST_COMPLETED)
+            if upkeep.done():
+                upkeep.result()
+        finally:
+            stopped.cancel()
+            await server.say_draining()
+            _log.info("draining")
+            core.sessions.tell_all("draining", {"grace_ms": round(_DRAIN_S * 1000)})
+            handover.stop_listening()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(core.service.finish(), _DRAIN_S)
+            upkeep.cancel()
+            for session in core.sessions:
+                core.sessions.end(session.session_id, "daemon stops")
+            await server.stop(1.0)
+            handover.close()
+            (directory / SOCKET_NAME).unlink(missing_ok=True)
+            (directory / FD_SOCKET_NAME).unlink(missing_ok=True)
+
+    def _client_limits(self, core: Core) -> ClientLimits:
+        settings = self._settings
+        return ClientLimits(
+            keys_max=settings.limits.keys_max,
+            block_nbytes_max=min(settings.limits.block_nbytes_max, core.ram.block_nbytes_max),
+            staging_nbytes_max=settings.sessions.staging_nbytes_max,
+            lease_ttl_s=settings.leases.ttl_s,
+            session_timeout_s=settings.sessions.timeout_s,
+            message_nbytes_max=settings.limits.message_nbytes_max,
+        )
+
+
+def _stop_signal() -> asyncio.Event:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    return stop
+
+
+async def _upkeep(service: BlockService) -> None:
+    """Credits look-ups, ends what is over. Ends with the daemon."""
+    while True:
+        service.drain_touches()
+        service.sweep()
+        await asyncio.sleep(_UPKEEP_PERIOD_S)

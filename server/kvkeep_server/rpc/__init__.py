@@ -1,0 +1,1 @@
+"""The network side: gRPC services and the fd socket; proto messages to core values and back."""

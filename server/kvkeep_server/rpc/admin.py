@@ -1,0 +1,122 @@
+# ruff: noqa: N802, D102 - the methods have the names of the wire, and are documented there
+"""The Admin service: parse, call, render. Errors are listed at each call in `admin.proto`."""
+
+import importlib.metadata
+
+from kvkeep.v1 import admin_pb2 as pb
+from kvkeep.v1 import admin_pb2_grpc as pb_grpc
+from kvkeep_server.core.errors import InvalidArgumentError
+from kvkeep_server.rpc import convert
+from kvkeep_server.rpc.calls import Context, not_served, unary
+from kvkeep_server.service.block_service import BlockService
+from kvkeep_server.tiers.ram.tier import RamTier
+
+_PAGE_SIZE = 100
+_PAGE_SIZE_MAX = 1000
+
+
+class AdminServicer(pb_grpc.AdminServicer):
+    """Thin: one method a call.
+
+    Args:
+        service: Answers.
+        ram: For its sizes.
+        server_epoch: Of this daemon.
+    """
+
+    def __init__(self, *, service: BlockService, ram: RamTier, server_epoch: int) -> None:
+        """See the class."""
+        self._service = service
+        self._ram = ram
+        self._server_epoch = server_epoch
+        self._version = importlib.metadata.version("kvkeep")
+
+    @unary
+    async def Stats(self, _request: pb.StatsRequest, _context: Context) -> pb.StatsResponse:
+        service = self._service
+        service.drain_touches()
+        reads, commits, leases = (
+            service.manager.counts,
+            service.commits.counts,
+            service.manager.leases,
+        )
+        residency = service.manager.residency
+        return pb.StatsResponse(
+            server_epoch=self._server_epoch,
+            uptime_ms=round(service.uptime_s * 1000),
+            pool=self._pool(),
+            index=self._index(),
+            sessions=len(service.sessions),
+            leases=len(leases),
+            blocks_asked_total=reads.asked,
+            blocks_hit_total=reads.hit,
+            blocks_missed_total=reads.missed,
+            lookups_total=reads.lookups,
+            acquires_total=reads.acquires,
+            commits_total=commits.commits,
+            blocks_stored_total=commits.stored,
+            blocks_already_stored_total=commits.already_stored,
+            blocks_refused_total=commits.refused,
+            blocks_failed_total=commits.failed,
+            blocks_evicted_total=residency.evicted_total,
+            leases_expired_total=leases.expired_total,
+            sessions_ended_total=service.sessions.ended_total,
+            touch_records_lost_total=service.touches.lost,
+            touch_records_invalid_total=service.touches.invalid,
+            bytes_stored_total=commits.stored_nbytes,
+            collisions_total=residency.collisions_total,
+            version=self._version,
+        )
+
+    def _pool(self) -> pb.PoolStats:
+        stats = self._ram.stats()
+        return pb.PoolStats(
+            limit_nbytes=stats.limit_nbytes,
+            chunk_nbytes=stats.nbytes,
+            slot_nbytes_used=stats.used_nbytes,
+            slot_nbytes_free=stats.free_nbytes,
+            payload_nbytes=self._service.manager.residency.payload_nbytes,
+            leased_nbytes=self._service.manager.leases.leased_nbytes,
+            chunks=stats.chunks,
+        )
+
+    def _index(self) -> pb.IndexStats:
+        residency = self._service.manager.residency
+        table = residency.table
+        return pb.IndexStats(
+            rows=table.geometry.rows,
+            blocks=table.live_rows,
+            tombstones=table.removed_rows,
+            rebuilds=residency.rebuilds_total,
+            nbytes=table.nbytes + residency.columns.nbytes,
+        )
+
+    @unary
+    async def ListNamespaces(
+        self, request: pb.ListNamespacesRequest, _context: Context
+    ) -> pb.ListNamespacesResponse:
+        size = min(request.page_size or _PAGE_SIZE, _PAGE_SIZE_MAX)
+        if request.page_token and not request.page_token.isdecimal():
+            raise InvalidArgumentError(
+                "page_token",
+                request.page_token,
+                "next_page_token of the page before",
+                "begin without one",
+            )
+        start = int(request.page_token or 0)
+        known = list(self._service.namespaces)
+        more = start + size < len(known)
+        return pb.ListNamespacesResponse(
+            namespaces=[
+                convert.namespace_message(known_set, *self._service.held(known_set))
+                for known_set in known[start : start + size]
+            ],
+            next_page_token=str(start + size) if more else "",
+        )
+
+    SetNamespaceMode = not_served("SetNamespaceMode: read-only and bypass")
+    Explain = not_served("Explain: why a chain misses (Lookup says why its first block does)")
+    Purge = not_served("Purge: emptying a tenant or a namespace set")
+    SetQuota = not_served("SetQuota: bytes of a tenant")
+    Drain = not_served("Drain: draining by call (send SIGTERM instead)")
+    Check = not_served("Check: the audit")

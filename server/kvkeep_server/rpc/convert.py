@@ -1,0 +1,335 @@
+"""Between the wire and the core: messages to values and back, and the only table from errors to
+status codes."""
+
+from collections.abc import Sequence
+from enum import IntEnum
+
+import grpc
+import numpy as np
+from numpy.typing import NDArray
+
+from kvkeep.v1 import admin_pb2 as admin
+from kvkeep.v1 import block_cache_pb2 as pb
+from kvkeep_server.core.errors import (
+    FailedPreconditionError,
+    InvalidArgumentError,
+    KVKeepError,
+    NotFoundError,
+    ResourceExhaustedError,
+    SessionUnknownError,
+    TierUnavailableError,
+    UnsupportedError,
+)
+from kvkeep_server.core.hints import Hints
+from kvkeep_server.core.results import (
+    AckLevel,
+    BlockStatus,
+    CommitStatus,
+    GroupKind,
+    MissReason,
+    StateMode,
+    StopReason,
+    TierId,
+)
+from kvkeep_server.index.layout import LAYOUT_VERSION
+from kvkeep_server.service.block_service import CommitOrder
+from kvkeep_server.service.namespaces import GroupSpec, NamespaceSet, NamespaceSpec, OpenedNamespace
+from kvkeep_server.service.sessions import Event
+from kvkeep_server.tiering.columns import BlockColumns
+from kvkeep_server.tiering.manager import Grant, Prefix
+
+RETRY_AFTER_KEY = "kvkeep-retry-after-ms"
+
+_CODES: tuple[tuple[type[KVKeepError], grpc.StatusCode], ...] = (
+    (InvalidArgumentError, grpc.StatusCode.INVALID_ARGUMENT),
+    (NotFoundError, grpc.StatusCode.NOT_FOUND),
+    (SessionUnknownError, grpc.StatusCode.UNAUTHENTICATED),
+    (FailedPreconditionError, grpc.StatusCode.FAILED_PRECONDITION),
+    (UnsupportedError, grpc.StatusCode.UNIMPLEMENTED),
+    (TierUnavailableError, grpc.StatusCode.UNAVAILABLE),
+    (ResourceExhaustedError, grpc.StatusCode.RESOURCE_EXHAUSTED),
+)
+
+
+def _values(kind: type[IntEnum]) -> frozenset[int]:
+    return frozenset(member.value for member in kind)
+
+
+def status_code(error: KVKeepError) -> grpc.StatusCode:
+    """The status code of an error."""
+    for kind, code in _CODES:
+        if isinstance(error, kind):
+            return code
+    return grpc.StatusCode.INTERNAL
+
+
+def trailing(error: KVKeepError) -> tuple[tuple[str, str], ...]:
+    """Metadata that goes with an error."""
+    if isinstance(error, ResourceExhaustedError):
+        return ((RETRY_AFTER_KEY, str(max(1, round(error.retry_after_s * 1000)))),)
+    return ()
+
+
+def spec_of(message: pb.NamespaceSpec) -> NamespaceSpec:
+    """The specification; what a field may hold is checked by `service.namespaces`.
+
+    Raises:
+        InvalidArgumentError: An enum value that this release does not know.
+    """
+    return NamespaceSpec(
+        tenant=message.tenant,
+        model=message.model,
+        weights_fingerprint=message.weights_fingerprint,
+        engine=message.engine,
+        layout_version=message.layout_version,
+        kv_dtype=message.kv_dtype,
+        hash_algorithm=message.hash_algorithm,
+        hash_root=message.hash_root,
+        key_nbytes=message.key_nbytes,
+        tp_size=message.tp_size or 1,
+        pp_size=message.pp_size or 1,
+        dp_size=message.dp_size or 1,
+        cp_size=message.cp_size or 1,
+        replicated=message.replicated,
+        groups=tuple(_group_of(group) for group in message.groups),
+        layout_switches=tuple(message.layout_switches),
+        namespace_epoch=message.namespace_epoch,
+    )
+
+
+def _group_of(message: pb.GroupSpec) -> GroupSpec:
+    if int(message.kind) not in _values(GroupKind):
+        raise InvalidArgumentError(
+            "spec.groups.kind",
+            message.kind,
+            "1 FULL, 2 WINDOW, 3 STATE",
+            "install client and daemon of one release",
+        )
+    if int(message.state_mode) not in _values(StateMode):
+        raise InvalidArgumentError(
+            "spec.groups.state_mode",
+            message.state_mode,
+            "0 unset, 1 REPLAYABLE, 2 EXACT",
+            "install client and daemon of one release",
+        )
+    return GroupSpec(
+        name=message.name,
+        kind=GroupKind(message.kind),
+        tokens_per_block=message.tokens_per_block,
+        block_nbytes=message.block_nbytes,
+        window_tokens=message.window_tokens,
+        state_mode=StateMode(message.state_mode),
+        retention_class=message.retention_class,
+    )
+
+
+def spec_message(spec: NamespaceSpec) -> pb.NamespaceSpec:
+    """The wire form."""
+    return pb.NamespaceSpec(
+        **{name: getattr(spec, name) for name in _SPEC_FIELDS},
+        groups=[
+            pb.GroupSpec(
+                name=group.name,
+                kind=pb.GroupKind.ValueType(group.kind),
+                tokens_per_block=group.tokens_per_block,
+                block_nbytes=group.block_nbytes,
+                window_tokens=group.window_tokens,
+                state_mode=pb.StateMode.ValueType(group.state_mode),
+                retention_class=group.retention_class,
+            )
+            for group in spec.groups
+        ],
+    )
+
+
+_SPEC_FIELDS = [
+    "tenant",
+    "model",
+    "weights_fingerprint",
+    "engine",
+    "layout_version",
+    "kv_dtype",
+    "hash_algorithm",
+    "hash_root",
+    "key_nbytes",
+    "tp_size",
+    "pp_size",
+    "dp_size",
+    "cp_size",
+    "replicated",
+    "layout_switches",
+    "namespace_epoch",
+]
+
+
+def hints_of(message: pb.Hints) -> Hints:
+    """Hints; an unknown stop reason is OTHER.
+
+    Raises:
+        InvalidArgumentError: The session id is too long.
+    """
+    if len(message.session_id) > 64:
+        raise InvalidArgumentError(
+            "hints.session_id",
+            f"{len(message.session_id)} bytes",
+            "at most 64 bytes",
+            "give a digest of it",
+        )
+    known = int(message.stop_reason) in _values(StopReason)
+    return Hints(
+        StopReason(message.stop_reason) if known else StopReason.OTHER,
+        message.output_tokens,
+        message.sub_agent,
+        message.session_id,
+        message.engine_hit_tokens,
+        message.return_expected_ms / 1000,
+        message.ttl_ms / 1000,
+    )
+
+
+def opened_message(
+    opened: OpenedNamespace,
+    near: Sequence[tuple[bytes, list[str]]],
+    limits: pb.Limits,
+    server_epoch: int,
+    slot_nbytes: Sequence[int],
+) -> pb.OpenNamespaceResponse:
+    """Answer to OpenNamespace."""
+    namespace_set = opened.namespace_set
+    first = {keyspace.rank: keyspace for keyspace in reversed(opened.spaces.local)}
+    return pb.OpenNamespaceResponse(
+        set_index=opened.spaces.index,
+        set_id=namespace_set.set_id,
+        ranks=[
+            pb.RankNamespace(
+                rank=rank, namespace_id=first[rank].namespace_id, namespace_index=first[rank].index
+            )
+            for rank in opened.ranks
+        ],
+        limits=limits,
+        server_epoch=server_epoch,
+        namespace_epoch=namespace_set.spec.namespace_epoch,
+        layout_version=LAYOUT_VERSION,
+        near_misses=[pb.NearMiss(set_id=set_id, differing_fields=names) for set_id, names in near],
+        slot_nbytes=slot_nbytes,
+    )
+
+
+def lookup_message(opened: OpenedNamespace, prefix: Prefix) -> pb.LookupResponse:
+    """Answer to Lookup."""
+    spec = opened.namespace_set.spec
+    groups = [
+        pb.GroupPrefix(
+            group=g,
+            prefix_blocks=prefix.blocks,
+            prefix_tokens=prefix.blocks * group.tokens_per_block,
+        )
+        for g, group in enumerate(spec.groups)
+        if group.kind == GroupKind.FULL
+    ]
+    return pb.LookupResponse(
+        prefix_blocks=prefix.blocks,
+        prefix_tokens=min(group.prefix_tokens for group in groups),
+        groups=groups,
+        runs=_runs(prefix.blocks),
+        ended=pb.MissReason.ValueType(prefix.ended),
+        evicted_age_s=_age(prefix),
+    )
+
+
+def grant_message(
+    grant: Grant, asked: int, columns: BlockColumns, life_s: float
+) -> pb.AcquireResponse:
+    """Answer to Acquire."""
+    status = bytearray([BlockStatus.MISS]) * asked
+    # Leading blocks that the caller has are not leased; they count as ready, since they are there.
+    ready = grant.first + grant.leased
+    status[:ready] = bytes([BlockStatus.READY]) * ready
+    status[ready : grant.prefix.blocks] = bytes([BlockStatus.DEFERRED]) * (
+        grant.prefix.blocks - ready
+    )
+    return pb.AcquireResponse(
+        lease_id=grant.lease.lease_id if grant.lease else 0,
+        lease_ttl_ms=round(life_s * 1000) if grant.lease else 0,
+        prefix_blocks=grant.prefix.blocks,
+        leased_blocks=grant.leased,
+        status=bytes(status),
+        columns=[
+            pb.LeasedColumn(
+                rank=space.rank,
+                group=space.group,
+                addresses=columns.address[ids].tobytes(),
+                generations=columns.generation[ids].tobytes(),
+            )
+            for space, ids in grant.columns
+        ],
+        runs=_runs(grant.prefix.blocks),
+        ended=pb.MissReason.ValueType(grant.prefix.ended),
+        evicted_age_s=_age(grant.prefix),
+    )
+
+
+def _runs(blocks: int) -> list[pb.TierRun]:
+    return [pb.TierRun(tier=pb.TierId.ValueType(TierId.RAM), blocks=blocks)] if blocks else []
+
+
+def _age(prefix: Prefix) -> int:
+    return round(prefix.evicted_age_s) if prefix.ended == MissReason.EVICTED else 0
+
+
+def order_of(request: pb.CommitRequest) -> CommitOrder:
+    """A Commit.
+
+    Raises:
+        InvalidArgumentError: An ack level that this release does not know.
+    """
+    if int(request.ack_level) not in _values(AckLevel):
+        raise InvalidArgumentError(
+            "ack_level", request.ack_level, "1 RAM, 2 NVME, 3 REMOTE", "use RAM"
+        )
+    return CommitOrder(
+        set_index=request.set_index,
+        rank=request.rank,
+        parent_key=request.parent_key,
+        keys=request.keys,
+        groups=[(group.group, group.positions, group.staging_offsets) for group in request.groups],
+        ack_level=AckLevel(request.ack_level),
+        hints=hints_of(request.hints),
+    )
+
+
+def commit_message(status: NDArray[np.uint8]) -> pb.CommitResponse:
+    """Answer to Commit."""
+    number = np.bincount(status, minlength=len(CommitStatus))
+    stored, there = int(number[CommitStatus.STORED]), int(number[CommitStatus.ALREADY_STORED])
+    return pb.CommitResponse(
+        status=status.tobytes(),
+        stored=stored,
+        already_stored=there,
+        refused=len(status) - stored - there,
+        ack_level=pb.AckLevel.ValueType(AckLevel.RAM),
+    )
+
+
+def event_message(event: Event) -> pb.AttachEvent:
+    """An event of the Attach stream."""
+    message = pb.AttachEvent(sequence=event.sequence)
+    inner = getattr(message, event.name)
+    inner.SetInParent()
+    for name, value in event.values.items():
+        setattr(inner, name, value)
+    return message
+
+
+def namespace_message(
+    namespace_set: NamespaceSet, blocks: int, payload_nbytes: int
+) -> admin.NamespaceInfo:
+    """One row of ListNamespaces."""
+    return admin.NamespaceInfo(
+        set_id=namespace_set.set_id,
+        spec=spec_message(namespace_set.spec),
+        ranks=sorted({rank for rank, _ in namespace_set.keyspaces}),
+        blocks=blocks,
+        payload_nbytes=payload_nbytes,
+        mode=admin.NAMESPACE_MODE_NORMAL,
+    )

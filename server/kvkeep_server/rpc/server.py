@@ -1,0 +1,102 @@
+"""The gRPC server as a whole: our two services, and the stock ones for health and reflection."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health_aio
+from grpc_reflection.v1alpha import reflection
+
+from kvkeep.v1 import admin_pb2, admin_pb2_grpc, block_cache_pb2, block_cache_pb2_grpc
+from kvkeep_server.rpc.admin import AdminServicer
+from kvkeep_server.rpc.block_cache import BlockCacheServicer
+from kvkeep_server.service.block_service import BlockService
+from kvkeep_server.tiers.ram.tier import RamTier
+
+_SERVICES = (
+    block_cache_pb2.DESCRIPTOR.services_by_name["BlockCache"].full_name,
+    admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name,
+)
+# Names of the health service beside ours and the overall one (the empty name).
+_TIERS = ("kvkeep.tier.ram",)
+# gRPC's own limit sheds calls with CANCELLED; we refuse with RESOURCE_EXHAUSTED instead.
+_PENDING_MAX = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ClientLimits:
+    """What a client is told when it opens a namespace; names as in the configuration."""
+
+    keys_max: int
+    block_nbytes_max: int
+    staging_nbytes_max: int
+    lease_ttl_s: float
+    session_timeout_s: float
+    message_nbytes_max: int
+
+
+class Server:
+    """Serves on one unix socket.
+
+    Args:
+        service: Does the work.
+        ram: For its sizes.
+        server_epoch: Of this daemon.
+        limits: For clients, and of messages.
+    """
+
+    def __init__(
+        self, *, service: BlockService, ram: RamTier, server_epoch: int, limits: ClientLimits
+    ) -> None:
+        """See the class. Needs a running loop, as grpc.aio does."""
+        options = [
+            ("grpc.max_receive_message_length", limits.message_nbytes_max),
+            ("grpc.max_send_message_length", limits.message_nbytes_max),
+            ("grpc.server.max_pending_requests", _PENDING_MAX),
+            ("grpc.server.max_pending_requests_hard_limit", _PENDING_MAX),
+            ("grpc.so_reuseport", 0),
+        ]
+        self._server = grpc.aio.server(options=options)
+        block_cache_pb2_grpc.add_BlockCacheServicer_to_server(
+            BlockCacheServicer(service=service, limits=_message(limits), server_epoch=server_epoch),
+            self._server,
+        )
+        admin_pb2_grpc.add_AdminServicer_to_server(
+            AdminServicer(service=service, ram=ram, server_epoch=server_epoch), self._server
+        )
+        self._health = health_aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        reflected = (*_SERVICES, "grpc.health.v1.Health", reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(reflected, self._server)
+
+    async def start(self, path: Path, mode: int) -> None:
+        """Listens on a unix socket with these permissions."""
+        self._server.add_insecure_port(f"unix:{path}")
+        await self._server.start()
+        os.chmod(path, mode)
+
+    async def say_serving(self) -> None:
+        """Health: SERVING."""
+        for name in ("", *_SERVICES, *_TIERS):
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+
+    async def say_draining(self) -> None:
+        """Health: NOT_SERVING, from now on."""
+        await self._health.enter_graceful_shutdown()
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuses new calls, waits for running ones, ends the rest."""
+        await self._server.stop(grace_s)
+
+
+def _message(limits: ClientLimits) -> block_cache_pb2.Limits:
+    return block_cache_pb2.Limits(
+        keys_max=limits.keys_max,
+        block_nbytes_max=limits.block_nbytes_max,
+        staging_nbytes_max=limits.staging_nbytes_max,
+        lease_ttl_ms=round(limits.lease_ttl_s * 1000),
+        session_timeout_ms=round(limits.session_timeout_s * 1000),
+        message_nbytes_max=limits.message_nbytes_max,
+    )

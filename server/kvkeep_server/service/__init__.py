@@ -1,0 +1,1 @@
+"""Use cases and who may call them: namespaces, sessions, block service."""

@@ -1,0 +1,382 @@
+"""Use cases of engines: open, look up, acquire, renew, release, commit; and what is told to
+operators."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvkeep_server.core.clock import Clock
+from kvkeep_server.core.errors import (
+    FailedPreconditionError,
+    InvalidArgumentError,
+    NotFoundError,
+    ResourceExhaustedError,
+    UnsupportedError,
+)
+from kvkeep_server.core.hints import Hints
+from kvkeep_server.core.keys import KeyBatch
+from kvkeep_server.core.results import AckLevel, GroupKind, RenewStatus, StopReason
+from kvkeep_server.index.layout import LAYOUT_VERSION, PAGE_NBYTES
+from kvkeep_server.service.namespaces import (
+    Namespaces,
+    NamespaceSet,
+    NamespaceSpec,
+    OpenedNamespace,
+)
+from kvkeep_server.service.sessions import Session, Sessions
+from kvkeep_server.service.touch_ring import NO_ROW
+from kvkeep_server.tiering.commits import CommitBatch, Commits, StagedGroup
+from kvkeep_server.tiering.manager import Grant, Prefix, ReadOrder, TierManager
+
+I64 = NDArray[np.int64]
+U8 = NDArray[np.uint8]
+# Staging offsets are multiples of a cache line, so that a copy never shares one with another block.
+STAGING_ALIGNMENT = 64
+# Look-ups of clients are credited in slices, so that a full ring never holds the loop for long.
+_TOUCHES_A_DRAIN = 512
+_CHAIN_STEPS_A_DRAIN = 65536
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceLimits:
+    """Limits of one call; names as in the configuration's `[limits]`."""
+
+    keys_max: int
+    commits_running_max: int
+
+
+@dataclass(frozen=True, slots=True)
+class CommitOrder:
+    """A Commit as it came from the wire.
+
+    Attributes:
+        set_index: Handle of the namespace set.
+        rank: Whose shards.
+        parent_key: Key before the first, or empty.
+        keys: Packed.
+        groups: (group, positions packed u32, staging offsets packed u64).
+        ack_level: Asked for.
+        hints: For the policies.
+    """
+
+    set_index: int
+    rank: int
+    parent_key: bytes
+    keys: bytes
+    groups: Sequence[tuple[int, bytes, bytes]]
+    ack_level: AckLevel
+    hints: Hints
+
+
+@dataclass(slots=True)
+class TouchCounts:
+    """What the touch rings brought."""
+
+    lost: int = 0
+    invalid: int = 0
+
+
+class BlockService:
+    """Event loop only.
+
+    Args:
+        limits: Of one call.
+        namespaces: Identity.
+        sessions: Who calls.
+        manager: Reads.
+        commits: Writes.
+        clock: For uptime.
+    """
+
+    def __init__(
+        self,
+        *,
+        limits: ServiceLimits,
+        namespaces: Namespaces,
+        sessions: Sessions,
+        manager: TierManager,
+        commits: Commits,
+        clock: Clock,
+    ) -> None:
+        """See the class."""
+        self.limits = limits
+        self.namespaces = namespaces
+        self.sessions = sessions
+        self.manager = manager
+        self.commits = commits
+        self.touches = TouchCounts()
+        self._clock = clock
+        self._started_s = clock.monotonic_s()
+        self._running: set[asyncio.Task[U8]] = set()
+
+    # --- engines
+
+    def check_layout(self, version: int) -> None:
+        """Raises FailedPreconditionError unless the client was built for this daemon's shared
+        memory."""
+        if version != LAYOUT_VERSION:
+            msg = (
+                f"client speaks layout version {version}, this daemon {LAYOUT_VERSION}; "
+                "install client and daemon of the same release"
+            )
+            raise FailedPreconditionError(msg)
+
+    def slot_nbytes(self, block_nbytes: int) -> int:
+        """Bytes that a block of this size takes in the pool."""
+        return -(-block_nbytes // PAGE_NBYTES) * PAGE_NBYTES
+
+    def open_namespace(
+        self, session: Session, spec: NamespaceSpec, local_ranks: Sequence[int]
+    ) -> OpenedNamespace:
+        """Checks and opens; errors as `Namespaces.open`."""
+        opened = self.namespaces.open(spec, local_ranks)
+        session.opened.add(opened.spaces.index)
+        return opened
+
+    def lookup(
+        self, session: Session, set_index: int, keys: bytes, hints: Hints
+    ) -> tuple[OpenedNamespace, Prefix]:
+        """Longest usable prefix, without a lease."""
+        opened = self._opened(session, set_index)
+        return opened, self.manager.lookup(opened.spaces, self._keys(opened, keys), hints)
+
+    def acquire(
+        self,
+        session: Session,
+        set_index: int,
+        keys: bytes,
+        groups: Sequence[int],
+        order: ReadOrder,
+    ) -> tuple[Grant, int]:
+        """Leases the usable prefix; returns it and the number of keys asked for."""
+        opened = self._opened(session, set_index)
+        spec_groups = opened.namespace_set.spec.groups
+        for group in groups:
+            if group >= len(spec_groups) or spec_groups[group].kind != GroupKind.FULL:
+                raise InvalidArgumentError(
+                    "groups",
+                    group,
+                    f"indices of FULL groups, 0 to {len(spec_groups) - 1}",
+                    "leave it empty for all",
+                )
+        batch = self._keys(opened, keys)
+        grant = self.manager.acquire(opened.spaces, batch, order)
+        if groups:
+            columns = [(space, ids) for space, ids in grant.columns if space.group in groups]
+            grant = Grant(grant.prefix, grant.lease, grant.first, grant.leased, columns)
+        return grant, len(batch)
+
+    def require_lease(self, session: Session, lease_id: int) -> None:
+        """Raises NotFoundError unless the session holds this lease."""
+        if not self.manager.leases.holds(lease_id, session.session_id):
+            msg = f"lease {lease_id} is not held by this session; acquire again"
+            raise NotFoundError(msg)
+
+    def release(self, session: Session, lease_ids: Sequence[int]) -> int:
+        """Gives leases back; returns how many the session held."""
+        self._bounded("lease_ids", len(lease_ids))
+        return self.manager.leases.release(session.session_id, lease_ids)
+
+    def renew(
+        self, session: Session, lease_ids: Sequence[int], ttl_s: float
+    ) -> tuple[list[RenewStatus], float]:
+        """Extends leases; returns a status each and the life that they have now."""
+        self._bounded("lease_ids", len(lease_ids))
+        leases = self.manager.leases
+        opened = {self.namespaces.get(index).namespace_set.set_id for index in session.opened}
+
+        def may_join(set_index: int) -> bool:
+            return self.namespaces.get(set_index).namespace_set.set_id in opened
+
+        life_s = leases.life_s(ttl_s)
+        return leases.renew(session.session_id, lease_ids, life_s, may_join), life_s
+
+    async def commit(self, session: Session, order: CommitOrder) -> U8:
+        """Seals blocks that lie in the session's staging; one `CommitStatus` a key.
+
+        A caller that goes away does not stop it: what was begun is sealed or given back whole.
+        """
+        batch = self._batch(session, order)
+        if len(self._running) >= self.limits.commits_running_max:
+            running_max = self.limits.commits_running_max
+            msg = f"limits.commits_running_max = {running_max} commits are running"
+            raise ResourceExhaustedError(msg, retry_after_s=0.05)
+        self.sessions.begin_copy(session)
+        task = asyncio.create_task(self.commits.run(batch))
+        self._running.add(task)
+
+        def over(done: asyncio.Task[U8]) -> None:
+            self._running.discard(done)
+            self.sessions.end_copy(session)
+            if not done.cancelled():
+                done.exception()  # the caller may be gone: whoever is left has it logged
+
+        task.add_done_callback(over)
+        return await asyncio.shield(task)
+
+    async def finish(self) -> None:
+        """Waits for the commits that run."""
+        while self._running:
+            await asyncio.wait(set(self._running))
+
+    def _batch(self, session: Session, order: CommitOrder) -> CommitBatch:
+        opened = self._opened(session, order.set_index)
+        spec = opened.namespace_set.spec
+        if order.ack_level not in (AckLevel.UNSPECIFIED, AckLevel.RAM):
+            msg = f"ack level {order.ack_level.name}: no such tier is configured; use RAM"
+            raise FailedPreconditionError(msg)
+        if order.rank not in opened.ranks:
+            raise InvalidArgumentError(
+                "rank",
+                order.rank,
+                f"one of {list(opened.ranks)}",
+                "open the namespace with this rank as local",
+            )
+        if len(order.parent_key) not in (0, spec.key_nbytes):
+            raise InvalidArgumentError(
+                "parent_key",
+                f"{len(order.parent_key)} bytes",
+                f"0 or {spec.key_nbytes} bytes",
+                "give the whole key",
+            )
+        keys = self._keys(opened, order.keys)
+        staged = {group: (positions, offsets) for group, positions, offsets in order.groups}
+        full = [g for g, group in enumerate(spec.groups) if group.kind == GroupKind.FULL]
+        if any(group not in full for group in staged):
+            msg = f"groups {sorted(staged)}: only FULL groups {full} can be stored in this release"
+            raise UnsupportedError(msg)
+        if sorted(staged) != full or len(order.groups) != len(full):
+            raise InvalidArgumentError(
+                "groups",
+                [group for group, _, _ in order.groups],
+                f"each of {full} once",
+                _FIX_GROUPS,
+            )
+        groups = []
+        for group in full:
+            positions, packed = staged[group]
+            if positions and positions != np.arange(len(keys), dtype="<u4").tobytes():
+                raise InvalidArgumentError(
+                    "groups.positions",
+                    f"{len(positions)} bytes",
+                    "empty, or 0 to keys - 1",
+                    _FIX_GROUPS,
+                )
+            nbytes = spec.groups[group].block_nbytes
+            offsets = _offsets(packed, len(keys), nbytes, session.staging.nbytes)
+            groups.append(StagedGroup(opened.namespace_set.keyspaces[order.rank, group], offsets))
+        parent = KeyBatch.unpack(order.parent_key, spec.key_nbytes, "parent_key")
+        return CommitBatch(opened.spaces, parent, keys, groups, session.staging.buffer, order.hints)
+
+    def _opened(self, session: Session, set_index: int) -> OpenedNamespace:
+        if set_index not in session.opened:
+            msg = f"namespace set {set_index} is not open in this session; call OpenNamespace"
+            raise NotFoundError(msg)
+        return self.namespaces.get(set_index)
+
+    def _keys(self, opened: OpenedNamespace, packed: bytes) -> KeyBatch:
+        keys = KeyBatch.unpack(packed, opened.namespace_set.spec.key_nbytes)
+        self._bounded("keys", len(keys))
+        return keys
+
+    def _bounded(self, field: str, count: int) -> None:
+        if count > self.limits.keys_max:
+            raise InvalidArgumentError(
+                field, count, f"at most limits.keys_max = {self.limits.keys_max}", "split the call"
+            )
+
+    # --- upkeep
+
+    def drain_touches(self) -> None:
+        """Credits the look-ups that clients answered by themselves."""
+        steps_left = _CHAIN_STEPS_A_DRAIN
+        for session in self.sessions:
+            drained = session.ring.drain(_TOUCHES_A_DRAIN)
+            self.touches.lost += drained.lost
+            self.touches.invalid += drained.torn
+            for record in drained.records.tolist():
+                steps_left -= self._credit(session, record, max(1, steps_left))
+
+    def _credit(self, session: Session, record: tuple[int, ...], steps_max: int) -> int:
+        _, set_index, _, asked, found, row, version, hit_tokens, output, stop, sub_agent, *_ = (
+            record
+        )
+        if set_index not in session.opened or found > asked or asked > self.limits.keys_max:
+            self.touches.invalid += 1
+            return 1
+        self.manager.counts.lookups += 1
+        self.manager.counts.add(asked, found)
+        if not found or row == NO_ROW:
+            return 1
+        residency = self.manager.residency
+        spaces = self.namespaces.get(set_index).spaces
+        chain = residency.chain_to(residency.unit_at(row, version, spaces), min(found, steps_max))
+        reason = StopReason(stop) if stop <= max(StopReason) else StopReason.OTHER
+        hints = Hints(reason, output, bool(sub_agent), b"", hit_tokens)
+        residency.touch(chain, hints)
+        return max(1, len(chain))
+
+    def sweep(self) -> None:
+        """Ends leases and sessions whose time is over."""
+        self.manager.leases.expire()
+        for session in self.sessions.silent():
+            self.sessions.end(session.session_id, "silent")
+
+    @property
+    def uptime_s(self) -> float:
+        """Seconds since the start."""
+        return self._clock.monotonic_s() - self._started_s
+
+    @property
+    def commits_running(self) -> int:
+        """Commits that run now."""
+        return len(self._running)
+
+    def held(self, namespace_set: NamespaceSet) -> tuple[int, int]:
+        """(blocks, payload bytes) of one namespace set, all ranks and groups."""
+        columns = self.manager.residency.columns
+        ids = columns.in_use()
+        counts = np.bincount(columns.keyspace[ids], minlength=1)
+        blocks = nbytes = 0
+        for space in namespace_set.keyspaces.values():
+            count = int(counts[space.index]) if space.index < len(counts) else 0
+            blocks += count
+            nbytes += count * space.block_nbytes
+        return blocks, nbytes
+
+    def check(self) -> None:
+        """Audits all state.
+
+        Raises:
+            AssertionError: Something disagrees.
+        """
+        self.manager.check()
+
+
+_FIX_GROUPS = "commit all FULL groups of a boundary together, each with one block a key"
+
+
+def _offsets(packed: bytes, count: int, nbytes: int, staging_nbytes: int) -> I64:
+    if len(packed) != count * 8:
+        raise InvalidArgumentError(
+            "groups.staging_offsets",
+            f"{len(packed)} bytes",
+            f"{count * 8} bytes",
+            "give one u64 for each key",
+        )
+    offsets = np.frombuffer(packed, np.uint64)
+    wrong = (offsets > np.uint64(staging_nbytes)) | (offsets % np.uint64(STAGING_ALIGNMENT) != 0)
+    wrong |= (
+        np.minimum(offsets, np.uint64(staging_nbytes)).astype(np.int64) > staging_nbytes - nbytes
+    )
+    if wrong.any():
+        raise InvalidArgumentError(
+            "groups.staging_offsets",
+            int(offsets[int(wrong.argmax())]),
+            f"multiples of {STAGING_ALIGNMENT} from 0 to {staging_nbytes - nbytes}",
+            f"a block of {nbytes} bytes must lie inside the staging of {staging_nbytes} bytes",
+        )
+    return offsets.astype(np.int64)

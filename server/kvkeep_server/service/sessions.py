@@ -1,0 +1,364 @@
+"""Who is attached: their token, staging, touch ring, events; and when a session is over.
+
+A session is the fd socket's connection. EOF there ends it at once (a killed client); silence for
+`timeout_s` ends it too (a stopped one). What it held comes back: its leases now, its staging memory
+when the copies that run from it are done.
+"""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Protocol
+
+from kvkeep_server.core.clock import Clock
+from kvkeep_server.core.errors import (
+    FailedPreconditionError,
+    InvalidArgumentError,
+    ResourceExhaustedError,
+    SessionUnknownError,
+)
+from kvkeep_server.core.memfd import Memfd, create_sealed
+from kvkeep_server.index.layout import LAYOUT_VERSION
+from kvkeep_server.service.touch_ring import TouchRing
+
+TOKEN_NBYTES = 32
+CLIENT_NAME_NBYTES_MAX = 256
+_EVENTS_QUEUED_MAX = 4096
+_PAGE_NBYTES = 4096
+
+
+class FdKind(IntEnum):
+    """What a descriptor is; numbers as in `block_cache.proto`."""
+
+    INDEX = 1
+    STAGING = 2
+    TOUCH_RING = 3
+    CHUNK = 4
+
+
+@dataclass(frozen=True, slots=True)
+class FdOffer:
+    """A descriptor for a client. The receiver of the offer sends and closes it."""
+
+    kind: FdKind
+    id: int
+    nbytes: int
+    fd: int
+
+
+@dataclass(frozen=True, slots=True)
+class HelloFacts:
+    """What a client said of itself, and what the kernel says of it (uid, gid, pid)."""
+
+    client_name: str
+    layout_versions: tuple[int, ...]
+    staging_nbytes: int
+    credential: str
+    uid: int
+    gid: int
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """The answer to a hello."""
+
+    session_id: int
+    token: bytes
+    server_epoch: int
+    fds: list[FdOffer]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something a session is told on its Attach stream.
+
+    Attributes:
+        sequence: Counts up from 1 in a session.
+        name: Field of `AttachEvent`.
+        values: Fields of that message.
+    """
+
+    sequence: int
+    name: str
+    values: dict[str, int]
+
+
+class FdSender(Protocol):
+    """The fd socket's sending side."""
+
+    def send(self, session_id: int, sequence: int, fds: list[FdOffer]) -> None:
+        """Sends and closes the descriptors; never blocks."""
+        ...
+
+    def hang_up(self, session_id: int) -> None:
+        """Closes the connection of a session that ended otherwise than by EOF."""
+        ...
+
+
+@dataclass(slots=True)
+class Session:
+    """One attached client.
+
+    Attributes:
+        session_id: Counts from 1.
+        token: 32 random bytes.
+        facts: Of its hello.
+        staging: Its staging memory.
+        ring: Its touch ring.
+        seen_s: Monotonic seconds of its last sign of life.
+        opened: Handles of the namespace sets that it opened.
+        events: Waiting for its Attach stream.
+        copies: Running copies from its staging.
+        attach_number: Counts the Attach streams; only the newest may go on.
+        over: Set when the session ended.
+    """
+
+    session_id: int
+    token: bytes
+    facts: HelloFacts
+    staging: Memfd
+    ring: TouchRing
+    seen_s: float
+    opened: set[int] = field(default_factory=set)
+    events: asyncio.Queue[Event] = field(default_factory=lambda: asyncio.Queue(_EVENTS_QUEUED_MAX))
+    sequence: int = 0
+    copies: int = 0
+    attach_number: int = 0
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@dataclass(frozen=True, slots=True)
+class SessionLimits:
+    """Limits of sessions; names as in the configuration's `[sessions]`."""
+
+    timeout_s: float
+    staging_nbytes: int
+    staging_max_nbytes: int
+    staging_total_max_nbytes: int
+    sessions_max: int
+    touch_records: int
+
+
+class Sessions:
+    """All sessions. Event loop only.
+
+    Args:
+        limits: See `SessionLimits`.
+        clock: For silence.
+        source: Draws tokens; must be unguessable in production (`random.SystemRandom`).
+        server_epoch: Of this daemon.
+        offers: The index table and the chunks of now, as descriptors.
+        on_end: Gives back what tiering holds for a session.
+    """
+
+    def __init__(
+        self,
+        *,
+        limits: SessionLimits,
+        clock: Clock,
+        source: random.Random,
+        server_epoch: int,
+        offers: Callable[[], list[FdOffer]],
+        on_end: Callable[[Session], None],
+    ) -> None:
+        """See the class."""
+        self.limits = limits
+        self._clock = clock
+        self._source = source
+        self._server_epoch = server_epoch
+        self._offers = offers
+        self._on_end = on_end
+        self._by_token: dict[bytes, Session] = {}
+        self._by_id: dict[int, Session] = {}
+        self._ending: set[int] = set()
+        self._next_id = 1
+        self._staging_nbytes = 0
+        self.sender: FdSender | None = None
+        self.ended_total = 0
+
+    def __len__(self) -> int:
+        """Live sessions."""
+        return len(self._by_id)
+
+    def __iter__(self) -> Iterator[Session]:
+        """Live sessions."""
+        return iter(list(self._by_id.values()))
+
+    @property
+    def staging_nbytes(self) -> int:
+        """Staging memory of all sessions, ended ones with running copies included."""
+        return self._staging_nbytes
+
+    def open(self, facts: HelloFacts) -> Welcome:
+        """Begins a session for a client that said hello on the fd socket.
+
+        Raises:
+            FailedPreconditionError: No common layout version.
+            InvalidArgumentError: Staging too large, name too long.
+            ResourceExhaustedError: Too many sessions, or too much staging.
+        """
+        nbytes = self._checked_staging(facts)
+        try:
+            staging = create_sealed("kvkeep-staging", nbytes, future_write_seal=False)
+            ring = TouchRing(records=self.limits.touch_records)
+        except OSError as error:
+            msg = f"no memory for {nbytes} bytes of staging ({error}); ask for less"
+            raise ResourceExhaustedError(msg, retry_after_s=1.0) from error
+        session = Session(
+            self._next_id,
+            self._source.randbytes(TOKEN_NBYTES),
+            facts,
+            staging,
+            ring,
+            self._clock.monotonic_s(),
+        )
+        self._next_id += 1
+        self._staging_nbytes += nbytes
+        self._by_id[session.session_id] = session
+        self._by_token[session.token] = session
+        fds = [
+            FdOffer(FdKind.STAGING, 0, nbytes, staging.client_fd()),
+            FdOffer(FdKind.TOUCH_RING, 0, ring.memfd.nbytes, ring.memfd.client_fd()),
+        ]
+        return Welcome(session.session_id, session.token, self._server_epoch, fds + self._offers())
+
+    def _checked_staging(self, facts: HelloFacts) -> int:
+        if LAYOUT_VERSION not in facts.layout_versions:
+            msg = (
+                f"client speaks layout versions {list(facts.layout_versions)}, this daemon only "
+                f"{LAYOUT_VERSION}; install client and daemon of the same release"
+            )
+            raise FailedPreconditionError(msg)
+        if len(facts.client_name.encode()) > CLIENT_NAME_NBYTES_MAX:
+            raise InvalidArgumentError(
+                "client_name",
+                facts.client_name,
+                f"at most {CLIENT_NAME_NBYTES_MAX} bytes",
+                "shorten it",
+            )
+        limits = self.limits
+        nbytes = facts.staging_nbytes or limits.staging_nbytes
+        if nbytes > limits.staging_max_nbytes:
+            raise InvalidArgumentError(
+                "staging_nbytes",
+                nbytes,
+                f"at most sessions.staging_max = {limits.staging_max_nbytes}",
+                "ask for less, or raise the limit",
+            )
+        nbytes = -(-nbytes // _PAGE_NBYTES) * _PAGE_NBYTES
+        if len(self._by_id) >= limits.sessions_max:
+            msg = (
+                f"sessions.sessions_max = {limits.sessions_max} are attached; raise it or end some"
+            )
+            raise ResourceExhaustedError(msg, retry_after_s=1.0)
+        if self._staging_nbytes + nbytes > limits.staging_total_max_nbytes:
+            msg = (
+                f"staging of all sessions would be {self._staging_nbytes + nbytes} bytes, "
+                f"sessions.staging_total_max is {limits.staging_total_max_nbytes}; ask for less"
+            )
+            raise ResourceExhaustedError(msg, retry_after_s=1.0)
+        return nbytes
+
+    def get(self, token: bytes) -> Session:
+        """The live session of a token; counts as a sign of life.
+
+        Raises:
+            SessionUnknownError: None.
+        """
+        # A dict finds a 256-bit random token by its hash: what its timing tells is no help in
+        # guessing one.
+        session = self._by_token.get(token)
+        if session is None:
+            msg = "no live session has this token; attach again"
+            raise SessionUnknownError(msg)
+        session.seen_s = self._clock.monotonic_s()
+        return session
+
+    def end(self, session_id: int, reason: str) -> None:
+        """Ends a session; unknown ids are ignored, so that EOF and timeout may both come."""
+        session = self._by_id.pop(session_id, None)
+        if session is None:
+            return
+        del self._by_token[session.token]
+        self.ended_total += 1
+        session.over.set()
+        if self.sender is not None:
+            self.sender.hang_up(session_id)
+        self._on_end(session)
+        self._free_memory(session)
+
+    def alive(self, session: Session) -> None:
+        """A sign of life."""
+        session.seen_s = self._clock.monotonic_s()
+
+    async def listen(self, session: Session) -> AsyncIterator[Event]:
+        """The session's events until it is over; a newer listener takes over from an older one.
+
+        Raises:
+            FailedPreconditionError: Another stream of the same session took over.
+        """
+        session.attach_number += 1
+        number = session.attach_number
+        timeout_ms = round(self.limits.timeout_s * 1000)
+        session.sequence += 1
+        values = {"server_epoch": self._server_epoch, "session_timeout_ms": timeout_ms}
+        yield Event(session.sequence, "attached", values)
+        over = asyncio.create_task(session.over.wait())
+        try:
+            while not session.over.is_set():
+                waiting = asyncio.create_task(session.events.get())
+                await asyncio.wait((waiting, over), return_when=asyncio.FIRST_COMPLETED)
+                if not waiting.done():
+                    waiting.cancel()
+                    return
+                if session.attach_number != number:
+                    session.events.put_nowait(waiting.result())
+                    msg = "another Attach stream of this session took over"
+                    raise FailedPreconditionError(msg)
+                yield waiting.result()
+        finally:
+            over.cancel()
+
+    def silent(self) -> list[Session]:
+        """Sessions that gave no sign of life for `timeout_s`."""
+        before = self._clock.monotonic_s() - self.limits.timeout_s
+        return [session for session in self if session.seen_s < before]
+
+    def begin_copy(self, session: Session) -> None:
+        """Keeps the session's staging memory until the matching `end_copy`."""
+        session.copies += 1
+
+    def end_copy(self, session: Session) -> None:
+        """See `begin_copy`."""
+        session.copies -= 1
+        if session.over.is_set():
+            self._free_memory(session)
+
+    def _free_memory(self, session: Session) -> None:
+        if session.copies == 0:
+            self._staging_nbytes -= session.staging.nbytes
+            session.ring.close()
+            session.staging.close()
+
+    def tell(
+        self, session: Session, name: str, values: dict[str, int], fds: list[FdOffer] | None = None
+    ) -> None:
+        """Queues an event for one session, its descriptors first. A session that does not listen is
+        ended."""
+        session.sequence += 1
+        if fds and self.sender is not None:
+            self.sender.send(session.session_id, session.sequence, fds)
+        try:
+            session.events.put_nowait(Event(session.sequence, name, values))
+        except asyncio.QueueFull:
+            self.end(session.session_id, "events")
+
+    def tell_all(
+        self, name: str, values: dict[str, int], offers: Callable[[], list[FdOffer]] | None = None
+    ) -> None:
+        """Queues an event for every session; `offers` makes fresh descriptors for each."""
+        for session in self:
+            self.tell(session, name, values, offers() if offers else None)

@@ -1,0 +1,1 @@
+"""Recorded request streams: `kvkeep demo` replays one today, the simulator will."""

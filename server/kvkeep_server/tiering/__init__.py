@@ -1,0 +1,1 @@
+"""Which blocks are where, and what moves them: residency, manager, transfers, leases, ghosts."""

@@ -1,0 +1,59 @@
+"""One rank's blocks of one group: what the index and the pool need to know of a namespace."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import xxhash
+
+from kvkeep_server.core.results import GroupKind
+
+
+@dataclass(frozen=True, slots=True)
+class Keyspace:
+    """(namespace of one rank, group).
+
+    Attributes:
+        index: Dense number, counts from 0 in a server epoch.
+        namespace_id: 16 bytes, `service.namespaces`.
+        rank: Flat rank.
+        group: Index into the specification's groups.
+        kind: Of the group.
+        key_nbytes: Length of a key.
+        block_nbytes: Payload of one block.
+        checksum_seed: Binds checksums to (namespace, group, length).
+    """
+
+    index: int
+    namespace_id: bytes
+    rank: int
+    group: int
+    kind: GroupKind
+    key_nbytes: int
+    block_nbytes: int
+    checksum_seed: int
+
+    @staticmethod
+    def seed(namespace_id: bytes, group: int, block_nbytes: int) -> int:
+        """`checksum_seed` of these."""
+        bound = namespace_id + group.to_bytes(4, "little") + block_nbytes.to_bytes(8, "little")
+        return xxhash.xxh3_64_intdigest(bound)
+
+    def checksum(self, key: bytes, payload: memoryview) -> int:
+        """xxh3-64 of the payload, bound to (namespace, group, key, length)."""
+        seed = xxhash.xxh3_64_intdigest(key, self.checksum_seed)
+        return xxhash.xxh3_64_intdigest(payload, seed)
+
+
+@dataclass(frozen=True, slots=True)
+class KeyspaceSet:
+    """The keyspaces of a namespace set whose blocks of one key form one unit.
+
+    Attributes:
+        index: Number of the namespace set in this server epoch.
+        local: Keyspaces of the ranks that lie on this host, FULL groups, rank-major.
+        siblings: The indices of all keyspaces in which a shard of a unit may lie.
+    """
+
+    index: int
+    local: tuple[Keyspace, ...]
+    siblings: Sequence[Keyspace]

@@ -1,0 +1,252 @@
+"""Leases: a client's time-limited right to read pinned blocks.
+
+A lease belongs to a namespace set and to the sessions that hold it; it ends with the last of them,
+by `release`, or by time. One that ended by time is remembered for a while, so that a reader that
+comes late is told which it is: renewed, because every slot still holds what it held, or lost.
+"""
+
+import heapq
+import random
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvkeep_server.core.clock import Clock
+from kvkeep_server.core.errors import ResourceExhaustedError
+from kvkeep_server.core.results import RenewStatus
+from kvkeep_server.tiering.residency import Residency
+
+I64 = NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class Lease:
+    """One lease.
+
+    Attributes:
+        lease_id: Random, not 0.
+        set_index: Namespace set.
+        units: Pinned units, in chain order.
+        blocks: Ids of all leased blocks.
+        generations: Of `blocks`, when the lease was given.
+        nbytes: Payload bytes of `blocks`.
+        expires_s: Monotonic seconds.
+        holders: Session ids.
+    """
+
+    lease_id: int
+    set_index: int
+    units: I64
+    blocks: I64
+    generations: NDArray[np.uint64]
+    nbytes: int
+    expires_s: float
+    holders: set[int] = field(default_factory=set)
+
+
+class Leases:
+    """All leases of the daemon. Event loop only.
+
+    Args:
+        residency: Whose units are pinned.
+        clock: For expiry.
+        source: Draws lease ids.
+        ttl_s: Default and upper limit of a lease's life.
+        leases_max: Live leases at most.
+        remembered_max: Expired leases that can still be renewed.
+    """
+
+    def __init__(
+        self,
+        *,
+        residency: Residency,
+        clock: Clock,
+        source: random.Random,
+        ttl_s: float,
+        leases_max: int,
+        remembered_max: int,
+    ) -> None:
+        """See the class."""
+        self._residency = residency
+        self._clock = clock
+        self._source = source
+        self.ttl_s = ttl_s
+        self._leases_max = leases_max
+        self._remembered_max = remembered_max
+        self._live: dict[int, Lease] = {}
+        self._expired: OrderedDict[int, Lease] = OrderedDict()
+        self._of_session: dict[int, set[int]] = {}
+        self._due: list[tuple[float, int]] = []
+        self.expired_total = 0
+        self.leased_nbytes = 0
+
+    def __len__(self) -> int:
+        """Live leases."""
+        return len(self._live)
+
+    def life_s(self, asked_s: float) -> float:
+        """The life that a lease gets when `asked_s` was asked for (0 = default)."""
+        return min(asked_s, self.ttl_s) if asked_s > 0 else self.ttl_s
+
+    def open(
+        self, *, session_id: int, set_index: int, units: I64, blocks: I64, nbytes: int, ttl_s: float
+    ) -> Lease:
+        """Pins the units and gives a lease on them.
+
+        Raises:
+            ResourceExhaustedError: `leases_max` leases live.
+        """
+        if len(self._live) >= self._leases_max:
+            self.expire()
+        if len(self._live) >= self._leases_max:
+            msg = (
+                f"leases.leases_max = {self._leases_max} leases are live; release some or raise it"
+            )
+            raise ResourceExhaustedError(msg, retry_after_s=min(1.0, self.ttl_s))
+        lease_id = 0
+        while lease_id == 0 or lease_id in self._live or lease_id in self._expired:
+            lease_id = self._source.getrandbits(64)
+        lease = Lease(
+            lease_id,
+            set_index,
+            units,
+            blocks,
+            self._residency.columns.generation[blocks],
+            nbytes,
+            self._clock.monotonic_s() + ttl_s,
+            {session_id},
+        )
+        self._start(lease)
+        return lease
+
+    def _start(self, lease: Lease) -> None:
+        self._residency.pin(lease.units)
+        self._live[lease.lease_id] = lease
+        self.leased_nbytes += lease.nbytes
+        for session_id in lease.holders:
+            self._of_session.setdefault(session_id, set()).add(lease.lease_id)
+        heapq.heappush(self._due, (lease.expires_s, lease.lease_id))
+
+    def _stop(self, lease: Lease) -> None:
+        del self._live[lease.lease_id]
+        self.leased_nbytes -= lease.nbytes
+        for session_id in lease.holders:
+            held = self._of_session.get(session_id)
+            if held is not None:
+                held.discard(lease.lease_id)
+                if not held:
+                    del self._of_session[session_id]
+        self._residency.unpin(lease.units)
+
+    def release(self, session_id: int, lease_ids: Sequence[int]) -> int:
+        """Gives leases back on behalf of a session; returns how many it held. Unknown ids are no
+        error."""
+        released = 0
+        for lease_id in lease_ids:
+            lease = self._live.get(lease_id)
+            if lease is not None and session_id in lease.holders:
+                self._drop_holder(lease, session_id)
+                released += 1
+            else:
+                forgotten = self._expired.get(lease_id)
+                if forgotten is not None and session_id in forgotten.holders:
+                    del self._expired[lease_id]
+        return released
+
+    def _drop_holder(self, lease: Lease, session_id: int) -> None:
+        if len(lease.holders) == 1:
+            self._stop(lease)
+            return
+        lease.holders.discard(session_id)
+        held = self._of_session[session_id]
+        held.discard(lease.lease_id)
+        if not held:
+            del self._of_session[session_id]
+
+    def renew(
+        self,
+        session_id: int,
+        lease_ids: Sequence[int],
+        ttl_s: float,
+        may_join: Callable[[int], bool],
+    ) -> list[RenewStatus]:
+        """Extends leases, joins those of other sessions, revives expired ones whose slots are
+        unchanged.
+
+        Args:
+            session_id: Who asks.
+            lease_ids: Which.
+            ttl_s: Life from now.
+            may_join: Whether the session has opened this namespace set.
+        """
+        return [self._renew(session_id, lease_id, ttl_s, may_join) for lease_id in lease_ids]
+
+    def _renew(
+        self, session_id: int, lease_id: int, ttl_s: float, may_join: Callable[[int], bool]
+    ) -> RenewStatus:
+        lease = self._live.get(lease_id) or self._expired.get(lease_id)
+        if lease is None or not (session_id in lease.holders or may_join(lease.set_index)):
+            return RenewStatus.UNKNOWN
+        expires_s = self._clock.monotonic_s() + ttl_s
+        if lease_id in self._live:
+            # Never shorter than another holder was told.
+            lease.expires_s = max(lease.expires_s, expires_s)
+            lease.holders.add(session_id)
+            self._of_session.setdefault(session_id, set()).add(lease_id)
+            heapq.heappush(self._due, (lease.expires_s, lease_id))
+            return RenewStatus.RENEWED
+        del self._expired[lease_id]
+        if not (self._residency.columns.generation[lease.blocks] == lease.generations).all():
+            return RenewStatus.LOST
+        lease.expires_s = expires_s
+        lease.holders = {session_id}
+        self._start(lease)
+        return RenewStatus.RENEWED
+
+    def end_session(self, session_id: int) -> int:
+        """Takes the session off all its leases; returns how many."""
+        held = list(self._of_session.get(session_id, ()))
+        for lease_id in held:
+            self._drop_holder(self._live[lease_id], session_id)
+        return len(held)
+
+    def expire(self) -> int:
+        """Ends leases whose time is over; returns how many."""
+        now, ended = self._clock.monotonic_s(), 0
+        while self._due and self._due[0][0] <= now:
+            _, lease_id = heapq.heappop(self._due)
+            lease = self._live.get(lease_id)
+            if lease is not None and lease.expires_s <= now:
+                self._stop(lease)
+                self._expired[lease_id] = lease
+                ended += 1
+                while len(self._expired) > self._remembered_max:
+                    self._expired.popitem(last=False)
+        if len(self._due) > 4 * len(self._live) + 1024:
+            self._due = [(lease.expires_s, lease_id) for lease_id, lease in self._live.items()]
+            heapq.heapify(self._due)
+        self.expired_total += ended
+        return ended
+
+    def holds(self, lease_id: int, session_id: int) -> bool:
+        """Whether the session holds this live lease."""
+        lease = self._live.get(lease_id)
+        return lease is not None and session_id in lease.holders
+
+    def check(self) -> None:
+        """Audits pins against leases: a unit has at least the pins of its leases.
+
+        Raises:
+            AssertionError: Fewer.
+        """
+        pins = np.zeros(self._residency.columns.capacity, np.int64)
+        for lease in self._live.values():
+            np.add.at(pins, lease.units, 1)
+            assert lease.holders, "a lease that nobody holds"
+        assert (pins <= self._residency.columns.pins).all(), "leases without pins"
+        assert self.leased_nbytes == sum(lease.nbytes for lease in self._live.values()), (
+            "leased bytes"
+        )

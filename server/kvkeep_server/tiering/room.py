@@ -1,0 +1,115 @@
+"""Makes room: slots in the ram tier by growth, then by eviction; rows in the index by rebuilding
+it.
+
+The order is what the operator configured: memory up to the limit is there to be used, so the pool
+grows before anything is thrown away. When blocks of one size crowd out those of another, a whole
+slab changes hands.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from kvkeep_server.core.errors import ResourceExhaustedError
+from kvkeep_server.index.table import IndexTable
+from kvkeep_server.tiering.residency import Residency
+from kvkeep_server.tiers.ram.tier import RamTier, Reservation
+
+# Victims are asked for in batches: the policy's cost a victim falls with the batch, the overshoot
+# grows with it.
+_BATCH_MIN = 16
+
+
+class RoomMaker:
+    """Event loop only.
+
+    Args:
+        ram: Whose slots.
+        residency: What may leave.
+        publish_table: Tells clients of a new index table.
+    """
+
+    def __init__(
+        self, *, ram: RamTier, residency: Residency, publish_table: Callable[[IndexTable], None]
+    ) -> None:
+        """See the class."""
+        self._ram = ram
+        self._residency = residency
+        self._publish_table = publish_table
+        self._rebuilding: asyncio.Task[None] | None = None
+
+    async def reserve(self, sizes: Sequence[int], count: int) -> list[Reservation]:
+        """Reserves up to `count` slots of each size: the same number of each, 0 when nothing may
+        leave.
+
+        The caller commits or aborts them all.
+
+        Raises:
+            ResourceExhaustedError: No memory for a larger index.
+        """
+        for nbytes in sizes:
+            if self._ram.slabs.room(nbytes) < count:
+                await self._ram.ensure_room(nbytes, count)
+        await self.index_rows(count * len(sizes))
+        while True:
+            # No await from here on: what is evicted for this commit must not go to another one.
+            reserved: list[Reservation] = []
+            for nbytes in sizes:
+                self._evict_for(nbytes, count)
+                reserved.append(self._ram.reserve(nbytes, count))
+            fewest = min(len(slots.addresses) for slots in reserved)
+            if all(len(slots.addresses) == fewest for slots in reserved):
+                return reserved
+            for slots in reserved:
+                slots.abort()
+            count = fewest
+
+    def _evict_for(self, nbytes: int, count: int) -> None:
+        """Evicts until `count` slots of this size are free, or nothing more may leave."""
+        evicted = 0
+        while (short := count - self._ram.slabs.room(nbytes)) > 0:
+            if evicted >= 2 * count + _BATCH_MIN and self._take_slab(nbytes):
+                continue
+            named = self._residency.evict(max(short, _BATCH_MIN) if evicted else short)
+            if not named and not self._take_slab(nbytes):
+                return
+            evicted += named
+
+    def _take_slab(self, nbytes: int) -> bool:
+        """Empties a slab of another block size, so that it can be cut anew; False if there is none
+        to take."""
+        addresses = self._ram.steal_candidate(nbytes, self._residency.pinned_addresses)
+        if addresses is None:
+            return False
+        before = self._ram.slabs.room(nbytes)
+        self._residency.evict_addresses(addresses)
+        return self._ram.slabs.room(nbytes) > before
+
+    async def index_rows(self, rows: int) -> None:
+        """Waits for a rebuild that runs, and begins one when fewer than `rows` rows are free.
+
+        Raises:
+            ResourceExhaustedError: No memory for a larger index.
+        """
+        while True:
+            if self._rebuilding is not None:
+                await asyncio.shield(self._rebuilding)
+            if self._residency.index_room() >= rows:
+                return
+            if self._rebuilding is None:
+                self._rebuilding = asyncio.create_task(self._rebuild(rows))
+
+    async def _rebuild(self, rows: int) -> None:
+        """Builds in a thread, so that look-ups and leases go on; commits wait in `index_rows`."""
+        table = self._residency.table
+        wanted = max(2 * table.geometry.rows, 2 * (table.live_rows + rows))
+        if table.removed_rows > table.live_rows:
+            wanted = table.geometry.rows
+        try:
+            prepared = await asyncio.to_thread(self._residency.build_table, wanted)
+        except OSError as error:
+            msg = f"index table of {wanted} rows: {error}; lower ram.size"
+            raise ResourceExhaustedError(msg, retry_after_s=1.0) from error
+        finally:
+            self._rebuilding = None
+        self._residency.adopt_table(prepared)
+        self._publish_table(prepared.table)

@@ -1,0 +1,1 @@
+"""The places that hold blocks, behind one protocol: `base.Tier`."""
