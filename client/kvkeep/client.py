@@ -1,0 +1,187 @@
+"""The client: attaches to the daemon of this host and opens namespaces. Synchronous."""
+
+from __future__ import annotations
+
+import os
+import platform
+import threading
+import weakref
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from kvkeep.keeper import SessionKeeper
+from kvkeep.namespace import Namespace
+from kvkeep.session import FD_SOCKET_NAME, Session, SessionSettings
+from kvkeep.spec import invalid
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import TracebackType
+    from typing import Self
+
+    from kvkeep.spec import NamespaceSpec
+    from kvkeep.v1.admin_pb2 import StatsResponse
+
+# Reads without a lease rest on the order of stores; elsewhere `read_into` takes a lease.
+_ORDERED_MACHINES: Final = frozenset({"x86_64", "AMD64"})
+_SOCKET_PATH_NBYTES_MAX: Final = 107
+_CLIENT_NAME_NBYTES_MAX: Final = 256
+
+
+class Client:
+    """One attached process. Any thread may call; a context manager.
+
+    When the daemon restarts, it attaches again by itself. A forked child attaches anew with its
+    first call.
+    """
+
+    def __init__(self, settings: SessionSettings, *, machine: str) -> None:
+        """Attaches nothing: see `connect`. `machine` is the architecture."""
+        self._settings = settings
+        self._optimistic_reads = machine in _ORDERED_MACHINES
+        self._namespaces: weakref.WeakSet[Namespace] = weakref.WeakSet()
+        self._namespaces_lock = threading.Lock()
+        self._keeper = SessionKeeper(
+            open_session=self._open_session, on_session=self._open_namespaces
+        )
+
+    def attach(self) -> None:
+        """Errors: UnavailableError (no daemon, or it refused), DeadlineError, RegionError."""
+        self._keeper.start()
+        _clients.add(self)
+
+    def _open_session(self) -> Session:
+        session = Session(self._settings)
+        session.open()
+        return session
+
+    def _open_namespaces(self, session: Session) -> None:
+        with self._namespaces_lock:
+            namespaces = list(self._namespaces)
+        for namespace in namespaces:
+            namespace.reopen_in(session)
+
+    def open_namespace(
+        self, spec: NamespaceSpec, local_ranks: Sequence[int] | None = None
+    ) -> Namespace:
+        """Open a namespace set for this client.
+
+        `local_ranks` are the flat ranks whose shards lie on this host, None = all of them:
+        tp + tp_size * (pp + pp_size * (cp + cp_size * dp)). A look-up counts a block only if each
+        of them is there.
+
+        Errors: InvalidArgumentError (names field, value, what is allowed, fix), UnavailableError,
+        DeadlineError, NotSupportedError, ResourceExhaustedError.
+        """
+        spec.validate()
+        ranks = tuple(local_ranks or ())
+        if len(set(ranks)) < len(ranks) or any(not 0 <= rank < spec.ranks for rank in ranks):
+            fix = "give each rank whose shard lies on this host once"
+            raise invalid("local_ranks", ranks, f"different ranks from 0 to {spec.ranks - 1}", fix)
+        namespace = Namespace(
+            self._keeper,
+            spec,
+            ranks,
+            timeout_s=self._settings.timeout_s,
+            optimistic_reads=self._optimistic_reads,
+        )
+        session = self._keeper.require()
+        # Known before it is opened: a session that begins in between opens it too.
+        with self._namespaces_lock:
+            self._namespaces.add(namespace)
+        namespace.open_in(session)
+        return namespace
+
+    @property
+    def attached(self) -> bool:
+        """Whether there is a session with the daemon now."""
+        return self._keeper.current() is not None
+
+    @property
+    def server_epoch(self) -> int:
+        """Names the daemon's life; another one after its restart. Errors: UnavailableError."""
+        return self._keeper.require().server_epoch
+
+    def stats(self, timeout_s: float | None = None) -> StatsResponse:
+        """The daemon's counters and gauges; fields in admin.proto.
+
+        Errors: UnavailableError, DeadlineError.
+        """
+        deadline_s = self._settings.timeout_s if timeout_s is None else timeout_s
+        return self._keeper.require().transport.stats(deadline_s)
+
+    def close(self) -> None:
+        """End the session: leases and staging go back. Views stay readable. Idempotent."""
+        self._keeper.close()
+        _clients.discard(self)
+
+    def after_fork_in_child(self) -> None:
+        """Called by the interpreter."""
+        self._namespaces_lock = threading.Lock()
+        for namespace in list(self._namespaces):
+            namespace.after_fork_in_child()
+        self._keeper.after_fork_in_child()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def connect(
+    runtime_dir: str | os.PathLike[str] | None = None,
+    *,
+    client_name: str = "",
+    staging_nbytes: int = 0,
+    timeout_s: float = 2.0,
+) -> Client:
+    """Attach to the daemon of this host.
+
+    `runtime_dir` is where its sockets are: None = $XDG_RUNTIME_DIR/kvkeep, or /tmp/kvkeep-<uid>
+    without that variable, as `kvkeep serve` has it. `client_name` is shown to operators, at most
+    256 bytes. `staging_nbytes` is the room for blocks on their way in, 0 = the daemon's default.
+    `timeout_s` is the deadline of attaching, and of every call that names none.
+
+    Errors: InvalidArgumentError, UnavailableError (no daemon, or it refused), DeadlineError.
+    """
+    directory = Path(runtime_dir) if runtime_dir is not None else _default_runtime_dir()
+    path = os.fsencode(directory / FD_SOCKET_NAME)
+    if len(path) > _SOCKET_PATH_NBYTES_MAX:
+        fix = f"a socket's path has at most {_SOCKET_PATH_NBYTES_MAX} bytes: use a shorter one"
+        raise invalid("runtime_dir", str(directory), "a shorter path", fix)
+    if len(client_name.encode()) > _CLIENT_NAME_NBYTES_MAX:
+        allowed = f"at most {_CLIENT_NAME_NBYTES_MAX} bytes"
+        raise invalid("client_name", client_name[:40], allowed, "shorten it")
+    settings = SessionSettings(
+        runtime_dir=directory,
+        client_name=client_name,
+        staging_nbytes=staging_nbytes,
+        timeout_s=timeout_s,
+    )
+    client = Client(settings, machine=platform.machine())
+    client.attach()
+    return client
+
+
+def _default_runtime_dir() -> Path:
+    session = os.environ.get("XDG_RUNTIME_DIR", "")  # noqa: TID251 - where the default comes from
+    if session.startswith("/"):
+        return Path(session) / "kvkeep"
+    return Path(f"/tmp/kvkeep-{os.getuid()}")  # noqa: S108 - the daemon refuses another's directory
+
+
+_clients: weakref.WeakSet[Client] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for client in list(_clients):
+        client.after_fork_in_child()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,114 @@
+"""Between the caller's values and the messages of kvkeep.v1; packed keys."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+from kvkeep.shared_memory import LAYOUT_VERSION
+from kvkeep.spec import invalid
+from kvkeep.v1 import block_cache_pb2 as pb
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvkeep.spec import Group, Hints, NamespaceSpec
+
+
+class PackedKeys(Protocol):
+    """Something that holds keys, such as a hasher's result."""
+
+    def pack(self) -> bytes:
+        """The keys one after the other."""
+        ...
+
+
+Keys: TypeAlias = "bytes | bytearray | memoryview | Sequence[bytes] | PackedKeys"
+"""Chain hashes in chain order: packed in one buffer (the fast way), or one by one."""
+
+
+def pack_keys(keys: Keys, key_nbytes: int) -> bytes | bytearray | memoryview:
+    """The keys one after the other.
+
+    Errors: InvalidArgumentError when one has another length than `key_nbytes`.
+    """
+    packed: bytes | bytearray | memoryview
+    if isinstance(keys, bytes | bytearray):
+        packed = keys
+    elif isinstance(keys, memoryview):
+        packed = keys.cast("B")
+    elif isinstance(keys, list | tuple):
+        lengths = set(map(len, keys))
+        if lengths - {key_nbytes}:
+            wrong = sorted(lengths - {key_nbytes})
+            fix = "give the whole chain hash of this namespace"
+            raise invalid("keys", f"keys of {wrong} bytes", f"{key_nbytes} bytes each", fix)
+        packed = b"".join(keys)
+    elif hasattr(keys, "pack"):
+        packed = keys.pack()
+    else:
+        allowed = "packed bytes, a list of bytes, or what has pack()"
+        raise invalid("keys", type(keys).__name__, allowed, "convert it")
+    if len(packed) % key_nbytes:
+        allowed = f"a multiple of key_nbytes = {key_nbytes}"
+        raise invalid("keys", f"{len(packed)} bytes", allowed, "give whole keys")
+    return packed
+
+
+def _group_message(group: Group) -> pb.GroupSpec:
+    return pb.GroupSpec(
+        name=group.name,
+        kind=pb.GroupKind.ValueType(group.kind),
+        tokens_per_block=group.tokens_per_block,
+        block_nbytes=group.block_nbytes,
+        window_tokens=group.window_tokens,
+        state_mode=pb.StateMode.ValueType(group.state_mode),
+        retention_class=group.retention_class,
+    )
+
+
+def open_request(spec: NamespaceSpec, local_ranks: Sequence[int]) -> pb.OpenNamespaceRequest:
+    """OpenNamespace of a valid specification."""
+    message = pb.NamespaceSpec(
+        tenant=spec.tenant,
+        model=spec.model,
+        weights_fingerprint=spec.weights_fingerprint,
+        engine=spec.engine,
+        layout_version=spec.layout_version,
+        kv_dtype=spec.kv_dtype,
+        hash_algorithm=spec.hash_algorithm,
+        hash_root=spec.hash_root,
+        key_nbytes=spec.key_nbytes,
+        tp_size=spec.tp_size,
+        pp_size=spec.pp_size,
+        dp_size=spec.dp_size,
+        cp_size=spec.cp_size,
+        replicated=spec.replicated,
+        groups=[_group_message(group) for group in spec.groups],
+        layout_switches=spec.layout_switches,
+        namespace_epoch=spec.namespace_epoch,
+    )
+    return pb.OpenNamespaceRequest(
+        spec=message, local_ranks=local_ranks, layout_version=LAYOUT_VERSION
+    )
+
+
+def hints_message(hints: Hints | None) -> pb.Hints | None:
+    """None stays None."""
+    if hints is None:
+        return None
+    return pb.Hints(
+        stop_reason=pb.StopReason.ValueType(hints.stop_reason),
+        output_tokens=hints.output_tokens,
+        sub_agent=hints.sub_agent,
+        session_id=hints.session_id,
+        engine_hit_tokens=hints.engine_hit_tokens,
+        return_expected_ms=milliseconds(hints.return_expected_s),
+        ttl_ms=milliseconds(hints.ttl_s),
+    )
+
+
+def milliseconds(seconds: float) -> int:
+    """For the wire: whole, at least 1 unless 0, within a u32."""
+    if seconds <= 0:
+        return 0
+    return max(1, min(round(seconds * 1000), 2**32 - 1))

@@ -1,0 +1,203 @@
+"""Keeps a client attached: a thread waits on the fd socket, and attaches again after its end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import threading
+from collections import deque
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final
+
+from kvkeep.errors import KVKeepError, UnavailableError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvkeep.session import Session
+
+BACKOFF_FIRST_S: Final = 0.05
+BACKOFF_MAX_S: Final = 1.0
+_RELEASE_TIMEOUT_S: Final = 2.0
+_RELEASES_A_CALL_MAX: Final = 1024
+_JOIN_TIMEOUT_S: Final = 5.0
+
+_log = logging.getLogger("kvkeep")
+
+
+class SessionKeeper:
+    """The client's session, now and after each restart of the daemon.
+
+    While there is none, `require` fails at once: an engine must not wait for its cache.
+    """
+
+    def __init__(
+        self, *, open_session: Callable[[], Session], on_session: Callable[[Session], None]
+    ) -> None:
+        """`open_session` returns an attached session or raises KVKeepError.
+
+        `on_session` runs in the keeper's thread, before a new session becomes the current one.
+        """
+        self._open_session = open_session
+        self._on_session = on_session
+        self._session: Session | None = None
+        self._closed = threading.Event()
+        self._must_revive = False
+        self._reset()
+
+    def _reset(self) -> None:
+        """What a forked child must not share, or cannot use, with its parent."""
+        self._revive_lock = threading.Lock()
+        self._wake_lock = threading.Lock()
+        self._wake_fd = -1
+        self._leases: deque[tuple[Session, int]] = deque()
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Attach now, in the caller's thread. Errors: those of `open_session`."""
+        self._session = self._open_session()
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._thread = threading.Thread(target=self._run, name="kvkeep-session", daemon=True)
+        self._thread.start()
+
+    def current(self) -> Session | None:
+        """The live session, if there is one. Attaches first in a forked child."""
+        if self._must_revive:
+            self._revive()
+        session = self._session
+        return session if session is not None and session.alive else None
+
+    def require(self) -> Session:
+        """The live session. Errors: UnavailableError."""
+        session = self.current()
+        if session is None:
+            if self._closed.is_set():
+                raise UnavailableError("the client is closed")
+            raise UnavailableError("no session with the daemon; attaching again")
+        return session
+
+    def release_later(self, session: Session, lease_id: int) -> None:
+        """Give a lease back without making the caller wait."""
+        self._leases.append((session, lease_id))
+        self._wake()
+
+    def later(self, job: Callable[[], None]) -> None:
+        """Run `job` in the keeper's thread; it may raise KVKeepError, which is logged."""
+        self._jobs.append(job)
+        self._wake()
+
+    def close(self) -> None:
+        """End the session and the thread. Idempotent."""
+        self._closed.set()
+        self._must_revive = False
+        self._wake()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(_JOIN_TIMEOUT_S)
+
+    def after_fork_in_child(self) -> None:
+        """The parent's session is not ours: the next call attaches anew."""
+        if self._session is not None:
+            self._session.abandon()
+            # Never freed: taking gRPC's channel apart in a child waits for threads it has not.
+            _abandoned.append(self._session)
+            self._session = None
+        if self._wake_fd >= 0:
+            os.close(self._wake_fd)
+        self._must_revive = not self._closed.is_set()
+        self._reset()
+
+    def _wake(self) -> None:
+        with self._wake_lock:
+            if self._wake_fd >= 0:
+                os.eventfd_write(self._wake_fd, 1)
+
+    def _revive(self) -> None:
+        with self._revive_lock:
+            if not self._must_revive:
+                return
+            try:
+                self.start()
+            except KVKeepError as error:
+                _log.warning("not attached in the child", extra={"reason": str(error)})
+                return
+            self._must_revive = False
+            if self._session is not None:
+                self._on_session(self._session)
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            session = self._session
+            if session is None:
+                self._attach_again()
+                continue
+            self._watch(session)
+            self._session = None
+            session.end()
+            if not self._closed.is_set():
+                _log.warning("session lost, attaching again")
+        with self._wake_lock:
+            os.close(self._wake_fd)
+            self._wake_fd = -1
+
+    def _watch(self, session: Session) -> None:
+        """Serve the session until its end."""
+        poll = select.poll()
+        poll.register(session.fileno(), select.POLLIN)
+        poll.register(self._wake_fd, select.POLLIN)
+        while not self._closed.is_set():
+            for fd, _ in poll.poll():
+                if fd != self._wake_fd and not session.receive():
+                    return
+            with suppress(BlockingIOError):
+                os.eventfd_read(self._wake_fd)
+            self._release(session)
+            self._work()
+
+    def _release(self, session: Session) -> None:
+        """Leases of earlier sessions went with them."""
+        while self._leases:
+            batch: list[int] = []
+            while self._leases and len(batch) < _RELEASES_A_CALL_MAX:
+                of, lease_id = self._leases.popleft()
+                if of is session:
+                    batch.append(lease_id)
+            if batch:
+                try:
+                    session.transport.release(batch, _RELEASE_TIMEOUT_S)
+                except KVKeepError as error:
+                    # They expire by themselves.
+                    _log.info("leases not given back", extra={"reason": str(error)})
+
+    def _work(self) -> None:
+        # A job that puts itself back waits for the next turn, after a look at the fd socket.
+        for _ in range(len(self._jobs)):
+            try:
+                self._jobs.popleft()()
+            except KVKeepError as error:
+                _log.info("job failed", extra={"reason": str(error)})
+
+    def _attach_again(self) -> None:
+        backoff_s = BACKOFF_FIRST_S
+        while not self._closed.wait(backoff_s):
+            try:
+                session = self._open_session()
+            except KVKeepError as error:
+                _log.debug("not attached", extra={"reason": str(error)})
+                backoff_s = min(2 * backoff_s, BACKOFF_MAX_S)
+                continue
+            try:
+                self._on_session(session)
+            except KVKeepError as error:
+                _log.warning("new session not usable", extra={"reason": str(error)})
+                session.end()
+                backoff_s = min(2 * backoff_s, BACKOFF_MAX_S)
+                continue
+            self._session = session
+            _log.info("attached again", extra={"server_epoch": session.server_epoch})
+            return
+
+
+_abandoned: list[Session] = []

@@ -1,0 +1,209 @@
+"""Blocks under a lease: read-only views of the pool, and the proof that they were valid."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvkeep.copying import unchanged, view_blocks
+from kvkeep.errors import LeaseLostError
+from kvkeep.results import BlockStatus, MissReason, RenewStatus
+from kvkeep.spec import invalid
+from kvkeep.v1.block_cache_pb2 import AcquireResponse, RenewRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from types import TracebackType
+    from typing import Self
+
+    from numpy.typing import NDArray
+
+    from kvkeep.opened import Opened
+    from kvkeep.session import Session
+    from kvkeep.shared_memory import Chunk
+
+
+class _Column:
+    """Addresses and generations of one rank and group."""
+
+    def __init__(self, addresses: bytes, generations: bytes) -> None:
+        self.addresses: NDArray[np.uint64] = np.frombuffer(addresses, dtype=np.uint64)
+        self._address_list: list[int] = self.addresses.tolist()
+        self._generations = generations
+        self.views: list[memoryview] | None = None
+
+    def make_views(self, chunks: Mapping[int, Chunk], block_nbytes: int) -> list[memoryview]:
+        if self.views is None:
+            self.views = view_blocks(chunks, self._address_list, block_nbytes)
+        return self.views
+
+    def release_views(self) -> None:
+        for view in self.views or ():
+            # An array over the view keeps it.
+            with suppress(BufferError):
+                view.release()
+        self.views = None
+
+    def chunk_ids(self) -> set[int]:
+        return {address >> 32 for address in self._address_list}
+
+    def unchanged(self, chunks: Mapping[int, Chunk]) -> int:
+        generations = memoryview(self._generations).cast("Q")
+        return unchanged(chunks, self._address_list, generations)
+
+
+class Acquired:
+    """What an acquire gave; a context manager. One thread at a time.
+
+    Leaving the `with` gives the lease back, after a look at the generations: if a slot was reused
+    while the views were in use (the lease had expired), it raises LeaseLostError. An expired lease
+    whose slots are unchanged is no error. Views are dead afterwards: using one is a ValueError.
+    (Arrays made from a view before are not, and nothing protects what they show any more.)
+
+    Attributes:
+        blocks: Leading keys that are usable, skipped and deferred ones included.
+        skipped: Leading keys that the caller said it has.
+        leased: Keys, from `skipped` on, whose blocks are leased: as many views has a column.
+        status: A BlockStatus for each key asked for.
+        ended: Why the prefix ended; UNSPECIFIED when it did not.
+        ttl_s: Life of the lease since it was given or renewed, in seconds.
+        lease_id: 0 = nothing was leased.
+    """
+
+    def __init__(
+        self,
+        opened: Opened,
+        response: AcquireResponse,
+        give_back: Callable[[Session, int], None],
+        *,
+        timeout_s: float,
+    ) -> None:
+        """Made by `Namespace.acquire`.
+
+        Errors: UnavailableError when a chunk is not mapped in time; the lease is given back then.
+        """
+        self._opened = opened
+        self._give_back = give_back
+        self._timeout_s = timeout_s
+        self._status = response.status
+        self.lease_id = response.lease_id
+        self.blocks = response.prefix_blocks
+        self.leased = response.leased_blocks
+        self.skipped = self._status.count(BlockStatus.READY) - self.leased
+        self.ended = MissReason(response.ended)
+        self.ttl_s = response.lease_ttl_ms / 1000
+        self._columns = {
+            (column.rank, column.group): _Column(column.addresses, column.generations)
+            for column in response.columns
+        }
+        self._open = bool(self.lease_id)
+        chunk_ids = set().union(*(column.chunk_ids() for column in self._columns.values()))
+        try:
+            self._chunks = opened.session.wait_for_chunks(chunk_ids, timeout_s)
+        except BaseException:
+            self._end()
+            raise
+
+    @property
+    def status(self) -> tuple[BlockStatus, ...]:
+        """A BlockStatus for each key asked for."""
+        return tuple(map(BlockStatus, self._status))
+
+    def views(self, rank: int | None = None, group: int = 0) -> list[memoryview]:
+        """Read-only views of the leased blocks, in chain order: bytes, zero copy.
+
+        `rank` may be left out when one rank is local.
+
+        Errors: InvalidArgumentError (no such rank or group), LeaseLostError (given back).
+        """
+        if self.lease_id and not self._open:
+            raise LeaseLostError("the lease was given back; acquire again")
+        if not self.leased:
+            return []
+        nbytes = self._opened.block_nbytes[group]
+        return self._column(rank, group).make_views(self._chunks, nbytes)
+
+    def array(self, block: int, rank: int | None = None, group: int = 0) -> NDArray[np.uint8]:
+        """Leased block number `block` as a read-only array of shape (block_nbytes,).
+
+        Errors: as `views`; IndexError.
+        """
+        return np.frombuffer(self.views(rank, group)[block], dtype=np.uint8)
+
+    def addresses(self, rank: int | None = None, group: int = 0) -> NDArray[np.uint64]:
+        """Pool addresses of the leased blocks, shape (leased,): page, and chunk id times 2^32."""
+        return self._column(rank, group).addresses
+
+    def exact(self, rank: int | None = None, group: int = 0) -> int:
+        """How many leading blocks of a column still are what was leased."""
+        return self._column(rank, group).unchanged(self._chunks) if self.leased else 0
+
+    def renew(self, ttl_s: float | None = None, timeout_s: float | None = None) -> None:
+        """Extend the lease; `ttl_s` None = the daemon's limit.
+
+        An expired lease is renewed when every slot is unchanged.
+
+        Errors: LeaseLostError, UnavailableError, DeadlineError.
+        """
+        if not self.lease_id:
+            return
+        if not self._open or not self._opened.session.alive:
+            raise LeaseLostError("the lease ended with its session; acquire again")
+        request = RenewRequest(
+            lease_ids=[self.lease_id], lease_ttl_ms=round(1000 * ttl_s) if ttl_s else 0
+        )
+        deadline_s = self._timeout_s if timeout_s is None else timeout_s
+        response = self._opened.session.transport.renew(request, deadline_s)
+        if response.status != bytes([RenewStatus.RENEWED]):
+            raise LeaseLostError("the lease is lost: a slot was reused, or the daemon forgot it")
+        self.ttl_s = response.lease_ttl_ms / 1000
+
+    def release(self) -> None:
+        """Give the lease back. Idempotent.
+
+        Errors: LeaseLostError when a slot was reused while the views could be in use.
+        """
+        if not self._end():
+            raise LeaseLostError(
+                "the lease expired and a slot was reused while its views were in use: "
+                "what was read from them is void. Renew in time, or ask for a longer lease"
+            )
+
+    def _end(self) -> bool:
+        """Give back; whether every slot is unchanged."""
+        if not self._open:
+            return True
+        self._open = False
+        chunks = getattr(self, "_chunks", None)
+        exact = chunks is None or all(
+            column.unchanged(chunks) == self.leased for column in self._columns.values()
+        )
+        for column in self._columns.values():
+            column.release_views()
+        self._give_back(self._opened.session, self.lease_id)
+        return exact
+
+    def _column(self, rank: int | None, group: int) -> _Column:
+        rank = self._opened.rank_or_only(rank)
+        column = self._columns.get((rank, group))
+        if column is None:
+            held = sorted(self._columns)
+            fix = "acquire this group too"
+            raise invalid("group", group, f"one of the (rank, group) leased: {held}", fix)
+        return column
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.release()
+        elif not self._end():
+            error.add_note("kvkeep: also, a slot was reused while its views were in use")

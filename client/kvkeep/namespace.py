@@ -1,0 +1,373 @@
+"""A namespace set as an engine uses it: look up, acquire, read, store."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from itertools import pairwise
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from kvkeep.convert import hints_message, milliseconds, open_request, pack_keys
+from kvkeep.copying import copy_blocks, targets_of
+from kvkeep.errors import DeadlineError, InvalidArgumentError, KVKeepError, UnavailableError
+from kvkeep.leases import Acquired
+from kvkeep.opened import Opened
+from kvkeep.results import NOTHING_FOUND, AckLevel, CommitResult, CommitStatus, Lookup
+from kvkeep.shared_index import Words
+from kvkeep.spec import Hints, invalid
+from kvkeep.store import Store
+from kvkeep.v1 import block_cache_pb2 as pb
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvkeep.convert import Keys
+    from kvkeep.copying import Targets
+    from kvkeep.keeper import SessionKeeper
+    from kvkeep.session import Session
+    from kvkeep.spec import NamespaceSpec
+
+Ack: TypeAlias = Literal["ram", "nvme", "remote"]
+_NO_HINTS = Hints()
+_LOOKED_UP = _NO_HINTS.touch_fields(blocks_read=False)
+_READ = _NO_HINTS.touch_fields(blocks_read=True)
+
+_log = logging.getLogger("kvkeep")
+
+
+class Namespace:
+    """Made by `Client.open_namespace`. Any thread may call.
+
+    It outlives the daemon's restarts: handles are renewed when the client has attached again.
+    Until then look-ups and reads find nothing, and other calls raise UnavailableError at once.
+    """
+
+    def __init__(
+        self,
+        keeper: SessionKeeper,
+        spec: NamespaceSpec,
+        local_ranks: Sequence[int],
+        *,
+        timeout_s: float,
+        optimistic_reads: bool,
+    ) -> None:
+        """`optimistic_reads`: this machine keeps the order of stores (x86-64)."""
+        self.spec = spec
+        self._keeper = keeper
+        self._local_ranks = tuple(local_ranks)
+        self._timeout_s = timeout_s
+        self._optimistic_reads = optimistic_reads
+        self._opening = threading.Lock()
+        self._opened: Opened | None = None
+        self._refusal: KVKeepError | None = None
+
+    def open_in(self, session: Session) -> None:
+        """Open it in a session; the daemon's refusal is remembered for later calls.
+
+        Errors: UnavailableError, DeadlineError, InvalidArgumentError, NotSupportedError,
+        ResourceExhaustedError.
+        """
+        request = open_request(self.spec, self._local_ranks)
+        with self._opening:
+            try:
+                response = session.transport.open_namespace(request, self._timeout_s)
+            except KVKeepError as error:
+                self._refusal = error
+                raise
+            self._opened = Opened(session, self.spec, response)
+            self._refusal = None
+
+    def reopen_in(self, session: Session) -> None:
+        """As `open_in`, for a new session: a refusal is the later calls' business.
+
+        Errors: UnavailableError, DeadlineError: this session is of no use.
+        """
+        try:
+            self.open_in(session)
+        except (UnavailableError, DeadlineError):
+            raise
+        except KVKeepError as error:
+            _log.warning("namespace refused", extra={"reason": str(error)})
+
+    def after_fork_in_child(self) -> None:
+        """The lock may be held by a thread that the child does not have."""
+        self._opening = threading.Lock()
+
+    @property
+    def set_id(self) -> bytes:
+        """The identity of the namespace set, 16 bytes. Errors: UnavailableError."""
+        return self._require().set_id
+
+    @property
+    def near_misses(self) -> list[tuple[bytes, tuple[str, ...]]]:
+        """Stored sets of this tenant that differ in at most two fields: (set id, field names).
+
+        What to look at when nothing hits. Errors: UnavailableError.
+        """
+        return self._require().near_misses
+
+    def _live(self) -> Opened | None:
+        opened = self._opened
+        if opened is not None and opened.session.alive:
+            return opened
+        self._keeper.current()  # a forked child attaches here
+        opened = self._opened
+        return opened if opened is not None and opened.session.alive else None
+
+    def _require(self) -> Opened:
+        opened = self._live()
+        if opened is None:
+            if self._refusal is not None:
+                raise self._refusal
+            self._keeper.require()
+            raise UnavailableError("the namespace is not open in this session yet")
+        return opened
+
+    def lookup(self, keys: Keys, *, hints: Hints | None = None) -> Lookup:
+        """The longest prefix of `keys` that is stored here. No RPC, no lease.
+
+        What is found may leave at any time: act on it with `acquire` or `read_into`.
+
+        Errors: InvalidArgumentError (keys of another length).
+        """
+        key_nbytes = self.spec.key_nbytes
+        words = Words(pack_keys(keys, key_nbytes), key_nbytes)
+        opened = self._live()
+        if opened is None or not words.count:
+            return NOTHING_FOUND
+        found = opened.find(words)
+        opened.session.touch_ring.append(
+            opened.set_index,
+            opened.full_groups[0],
+            words.count,
+            *found,
+            *(_LOOKED_UP if hints is None else hints.touch_fields(blocks_read=False)),
+        )
+        blocks = found.blocks
+        complete = blocks > 0 or opened.session.table().live
+        return Lookup(blocks, blocks * opened.tokens_per_key, complete)
+
+    def acquire(
+        self,
+        keys: Keys,
+        *,
+        ttl_s: float | None = None,
+        byte_budget: int | None = None,
+        hints: Hints | None = None,
+        timeout_s: float | None = None,
+        skip_blocks: int = 0,
+    ) -> Acquired:
+        """Lease the longest usable prefix of `keys`: use the answer as a context manager.
+
+        `skip_blocks` leading blocks are touched, not leased. Leases of at most `byte_budget`
+        bytes of all ranks and groups are given, the rest is deferred. `ttl_s` None = the daemon's
+        default, which is also its limit. One RPC.
+
+        Errors: InvalidArgumentError, UnavailableError, DeadlineError, ResourceExhaustedError.
+        """
+        packed = pack_keys(keys, self.spec.key_nbytes)
+        count = len(packed) // self.spec.key_nbytes
+        if not 0 <= skip_blocks <= count:
+            raise invalid("skip_blocks", skip_blocks, f"0 to {count}, the keys given", "give less")
+        opened = self._require()
+        request = pb.AcquireRequest(
+            set_index=opened.set_index,
+            keys=bytes(packed),
+            lease_ttl_ms=milliseconds(ttl_s or 0),
+            byte_budget=byte_budget or 0,
+            hints=hints_message(hints),
+            skip_blocks=skip_blocks,
+        )
+        deadline_s = self._timeout_s if timeout_s is None else timeout_s
+        response = opened.session.transport.acquire(request, deadline_s)
+        return Acquired(opened, response, self._keeper.release_later, timeout_s=deadline_s)
+
+    def read_into(
+        self,
+        keys: Keys,
+        buffers: object,
+        *,
+        rank: int | None = None,
+        group: int = 0,
+    ) -> int:
+        """Copy the leading blocks of `keys`; how many of them are exact copies.
+
+        `buffers` is one contiguous writable buffer of len(keys) * block_nbytes bytes, or a list
+        of one buffer of block_nbytes bytes a key. Beyond the blocks counted their content is
+        undefined. `rank` may be left out when one rank is local. No RPC and no lease on x86-64;
+        elsewhere one `acquire`. For callers that can compute at once what is missing.
+
+        Errors: InvalidArgumentError. Everything else means fewer blocks.
+        """
+        key_nbytes = self.spec.key_nbytes
+        words = Words(pack_keys(keys, key_nbytes), key_nbytes)
+        group_spec = self.spec.groups[group] if 0 <= group < len(self.spec.groups) else None
+        if group_spec is None:
+            fix = "name one of the specification's groups"
+            raise invalid("group", group, f"0 to {len(self.spec.groups) - 1}", fix)
+        into = targets_of(buffers, words.count, group_spec.block_nbytes)
+        opened = self._live()
+        if opened is None or not words.count:
+            return 0
+        opened.checked_group(group)
+        rank = opened.rank_or_only(rank)
+        if not self._optimistic_reads:
+            return self._read_leased(keys, into, rank, group)
+        rows = opened.find_rows(words, rank, group)
+        session = opened.session
+        slot_nbytes = opened.slot_nbytes[group]
+        copied = copy_blocks(session.chunks, rows, group_spec.block_nbytes, slot_nbytes, into)
+        session.touch_ring.append(
+            opened.set_index, group, words.count, copied, *rows.found[1:], *_READ
+        )
+        return copied
+
+    def _read_leased(self, keys: Keys, into: Targets, rank: int, group: int) -> int:
+        """Where loads may be reordered only a lease protects a copy."""
+        nbytes = self.spec.groups[group].block_nbytes
+        try:
+            with self.acquire(keys) as acquired:
+                for at, view in enumerate(acquired.views(rank, group)):
+                    target = (
+                        into[at * nbytes : (at + 1) * nbytes]
+                        if isinstance(into, memoryview)
+                        else into[at]
+                    )
+                    target[:] = view
+                return acquired.leased
+        except InvalidArgumentError:
+            raise
+        except KVKeepError:
+            return 0
+
+    def store(
+        self,
+        keys: Keys,
+        *,
+        parent_key: bytes | None = None,
+        rank: int | None = None,
+        ack: Ack = "ram",
+        hints: Hints | None = None,
+        timeout_s: float | None = None,
+    ) -> Store:
+        """Begin to store the blocks of `keys`: fill the answer's views, then commit.
+
+        `parent_key` is the key before the first, None when that one begins its chain. What is
+        new is asked of the shared index; room for it is taken in the session's staging memory,
+        waiting up to `timeout_s` for other stores to give it back. All FULL groups of the
+        namespace are stored together.
+
+        Errors: InvalidArgumentError (among others: more new blocks than the staging memory
+        holds: store fewer, or use `store_blocks`), UnavailableError, ResourceExhaustedError.
+        """
+        key_nbytes = self.spec.key_nbytes
+        packed = bytes(pack_keys(keys, key_nbytes))
+        if parent_key is not None and len(parent_key) != key_nbytes:
+            what = f"{len(parent_key)} bytes"
+            raise invalid("parent_key", what, f"{key_nbytes} bytes or None", "give the whole key")
+        opened = self._require()
+        rank = opened.rank_or_only(rank)
+        words = Words(packed, key_nbytes)
+        # Children never outlive their parents, so what is stored is a prefix.
+        first = opened.find_shard(words, rank)
+        template = pb.CommitRequest(
+            set_index=opened.set_index,
+            rank=rank,
+            parent_key=_parent(packed, first, key_nbytes) or parent_key or b"",
+            keys=packed[first * key_nbytes :],
+            ack_level=pb.AckLevel.ValueType(AckLevel[ack.upper()]),
+            hints=hints_message(hints),
+        )
+        store = Store(
+            opened,
+            template,
+            count=words.count,
+            new=range(first, words.count),
+            timeout_s=self._timeout_s if timeout_s is None else timeout_s,
+            later=self._keeper.later,
+        )
+        store.allocate()
+        return store
+
+    def store_blocks(
+        self,
+        keys: Keys,
+        buffers: object,
+        *,
+        parent_key: bytes | None = None,
+        rank: int | None = None,
+        ack: Ack = "ram",
+        hints: Hints | None = None,
+    ) -> CommitResult:
+        """Store blocks that lie in the caller's memory, of any number: one group, all at once.
+
+        `buffers` as for `read_into`. Batches that do not fit the staging memory go in pieces, and
+        a piece is filled while the one before is committed. A piece that is refused ends it: the
+        rest has lost its parent.
+
+        Errors: as `store` and `Store.commit`; InvalidArgumentError for several groups.
+        """
+        if len(self.spec.groups) != 1:
+            allowed = "one group in the specification"
+            raise invalid("groups", len(self.spec.groups), allowed, "use store() and group_views()")
+        key_nbytes, nbytes = self.spec.key_nbytes, self.spec.groups[0].block_nbytes
+        packed = bytes(pack_keys(keys, key_nbytes))
+        count = len(packed) // key_nbytes
+        sources = _sources(buffers, count, nbytes)
+        step = self._piece_blocks(nbytes)
+        edges = [*range(0, count, step), count]
+        status: list[CommitStatus] = []
+        under_way: Store | None = None
+        pending = None
+        for start, stop in pairwise(edges):
+            piece = packed[start * key_nbytes : stop * key_nbytes]
+            store = self.store(
+                piece,
+                parent_key=_parent(packed, start, key_nbytes) or parent_key,
+                rank=rank,
+                ack=ack,
+                hints=hints,
+            )
+            for position, view in zip(store.new, store.views, strict=True):
+                view[:] = sources[start + position]
+            if under_way is not None:
+                status += under_way.finish(pending).status
+            under_way, pending = store, store.begin()
+        if under_way is not None:
+            status += under_way.finish(pending).status
+        return _summed(status)
+
+    def _piece_blocks(self, block_nbytes: int) -> int:
+        """Two pieces are in the staging memory at a time."""
+        opened = self._require()
+        staging = opened.session.staging
+        half = staging.nbytes // 2 // staging.stride(block_nbytes)
+        return max(1, min(half, opened.limits.keys_max or half))
+
+
+def _parent(packed: bytes, position: int, key_nbytes: int) -> bytes:
+    """The key before `position`; b"" before the first."""
+    return packed[max(0, position - 1) * key_nbytes : position * key_nbytes]
+
+
+def _sources(buffers: object, count: int, nbytes: int) -> list[memoryview]:
+    if isinstance(buffers, list | tuple):
+        sources = [memoryview(buffer).cast("B") for buffer in buffers]
+    else:
+        whole = memoryview(buffers).cast("B")  # type: ignore[arg-type] # TypeError says it well
+        sources = [whole[at : at + nbytes] for at in range(0, whole.nbytes, nbytes)]
+    if len(sources) != count or any(source.nbytes != nbytes for source in sources):
+        allowed = f"{count} blocks of {nbytes} bytes"
+        raise invalid("buffers", f"{len(sources)} blocks", allowed, "give one block a key")
+    return sources
+
+
+def _summed(status: list[CommitStatus]) -> CommitResult:
+    stored = status.count(CommitStatus.STORED)
+    there = status.count(CommitStatus.ALREADY_STORED)
+    return CommitResult(
+        status=tuple(status),
+        stored=stored,
+        already_stored=there,
+        refused=len(status) - stored - there,
+    )

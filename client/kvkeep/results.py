@@ -1,0 +1,102 @@
+"""What calls answer. Numbers of the enums are those of block_cache.proto."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
+
+
+class BlockStatus(IntEnum):
+    """Of one block of an acquire."""
+
+    UNSPECIFIED = 0
+    READY = 1
+    PENDING = 2
+    MISS = 3
+    DEFERRED = 4
+    CORRUPT = 5
+    TIMEOUT = 6
+    TIER_DOWN = 7
+
+
+class CommitStatus(IntEnum):
+    """Of one block of a store."""
+
+    UNSPECIFIED = 0
+    STORED = 1
+    ALREADY_STORED = 2
+    REFUSED_NO_ROOM = 3
+    REFUSED_NOT_ADMITTED = 4
+    REFUSED_QUOTA = 5
+    REFUSED_COLLISION = 6
+    REFUSED_ORPHAN = 7
+    FAILED = 8
+
+
+class RenewStatus(IntEnum):
+    """Of one lease of a renewal."""
+
+    UNSPECIFIED = 0
+    RENEWED = 1
+    LOST = 2
+    UNKNOWN = 3
+
+
+class AckLevel(IntEnum):
+    """How far stored blocks must have come before a commit answers."""
+
+    RAM = 1
+    NVME = 2
+    REMOTE = 3
+
+
+class MissReason(IntEnum):
+    """Why a prefix ended."""
+
+    UNSPECIFIED = 0
+    NEVER_SEEN = 1
+    NOT_ADMITTED = 2
+    EVICTED = 3
+    EXPIRED = 4
+    QUOTA = 5
+    REMOVED = 6
+    CORRUPT = 7
+    TIMEOUT = 8
+    TIER_DOWN = 9
+    NAMESPACE_MISMATCH = 10
+
+
+class Lookup(NamedTuple):
+    """The longest usable prefix.
+
+    Attributes:
+        blocks: Leading keys that are stored for every local rank and FULL group.
+        tokens: The same in tokens.
+        complete: The answer covers everything that this host stores. False when there is no
+            session with the daemon, and for what the shared index cannot say.
+    """
+
+    blocks: int
+    tokens: int
+    complete: bool
+
+
+NOTHING_FOUND = Lookup(0, 0, complete=False)
+
+
+@dataclass(frozen=True, slots=True)
+class CommitResult:
+    """What became of a store, block by block.
+
+    Attributes:
+        status: One a key of the store, in its order.
+        stored: Blocks that are readable now and were not before.
+        already_stored: Blocks that were there.
+        refused: Blocks that are not there; `status` says why.
+    """
+
+    status: tuple[CommitStatus, ...]
+    stored: int
+    already_stored: int
+    refused: int

@@ -1,0 +1,205 @@
+"""One attached life with one daemon: the fd socket, what it brought mapped, and the RPC channel."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from kvkeep.errors import SessionLostError, UnavailableError
+from kvkeep.fd_socket import Delivery, FdSocket, close_all
+from kvkeep.shared_index import IndexTable
+from kvkeep.shared_memory import LAYOUT_VERSION, Chunk, RegionError, TouchRing, map_region
+from kvkeep.staging import Staging
+from kvkeep.transport import AttachStream, Transport
+from kvkeep.v1.block_cache_pb2 import FdDescription, FdKind, SideHello
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from pathlib import Path
+
+    from kvkeep.v1.block_cache_pb2 import AttachEvent
+
+SOCKET_NAME: Final = "kvkeep.sock"
+FD_SOCKET_NAME: Final = "kvkeep.fd.sock"
+_TABLES_KEPT: Final = 2
+
+_log = logging.getLogger("kvkeep")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionSettings:
+    """What every session of a client is opened with.
+
+    Attributes:
+        runtime_dir: Where the daemon's two sockets are.
+        client_name: For operators, at most 256 bytes.
+        staging_nbytes: 0 = the daemon's default.
+        timeout_s: Of each step of attaching.
+    """
+
+    runtime_dir: Path
+    client_name: str
+    staging_nbytes: int
+    timeout_s: float
+
+
+class Session:
+    """Any thread may read its attributes; `receive` and `end` belong to the keeper's thread.
+
+    Attributes:
+        alive: False once the session is over; what is mapped stays readable.
+        draining: The daemon said that it is about to stop.
+        server_epoch: Of the daemon.
+        chunks: By chunk id. Replaced, never changed.
+        staging: This session's.
+        touch_ring: This session's.
+        transport: For RPCs.
+    """
+
+    server_epoch: int
+    staging: Staging
+    touch_ring: TouchRing
+    transport: Transport
+
+    def __init__(self, settings: SessionSettings) -> None:
+        """Does nothing yet: see `open`."""
+        self.alive = False
+        self.draining = False
+        self.chunks: Mapping[int, Chunk] = {}
+        self._settings = settings
+        self._tables: list[IndexTable] = []
+        self._socket = FdSocket(settings.runtime_dir / FD_SOCKET_NAME)
+        self._attach: AttachStream | None = None
+        self._chunk_added = threading.Condition()
+
+    def open(self) -> None:
+        """Say hello, map what the welcome brings, and attach.
+
+        Errors: UnavailableError, DeadlineError, RegionError.
+        """
+        settings = self._settings
+        hello = SideHello(
+            client_name=settings.client_name,
+            layout_versions=[LAYOUT_VERSION],
+            staging_nbytes=settings.staging_nbytes,
+            pid=os.getpid(),
+        )
+        try:
+            welcome = self._socket.open(hello, settings.timeout_s)
+            self._settle(welcome)
+            self.transport = Transport(
+                socket_path=settings.runtime_dir / SOCKET_NAME,
+                session_token=welcome[0].packet.session_token,
+            )
+            self._attach = AttachStream(
+                self.transport,
+                on_event=self._on_event,
+                on_unknown_session=self._socket.shut_down,
+            )
+            self._attach.start(settings.timeout_s)
+        except BaseException:
+            self.end()
+            raise
+        self.alive = True
+
+    def _settle(self, welcome: list[Delivery]) -> None:
+        """Map everything; every descriptor is closed, whatever happens."""
+        self.server_epoch = welcome[0].packet.server_epoch
+        fds = [fd for delivery in welcome for fd in delivery.fds]
+        descriptions = [one for delivery in welcome for one in delivery.packet.fds]
+        try:
+            if welcome[0].packet.layout_version != LAYOUT_VERSION:
+                raise RegionError(
+                    f"the daemon's layout version is {welcome[0].packet.layout_version}, this "
+                    f"client's {LAYOUT_VERSION}: install both from one release"
+                )
+            for description, fd in zip(descriptions, fds, strict=True):
+                self._map(description, fd)
+        finally:
+            close_all(fds)
+        if not (hasattr(self, "staging") and hasattr(self, "touch_ring") and self._tables):
+            raise RegionError("the daemon's welcome lacks the index, staging or the touch ring")
+
+    def _map(self, description: FdDescription, fd: int) -> None:
+        nbytes, epoch = description.nbytes, self.server_epoch
+        if description.kind == FdKind.FD_KIND_INDEX:
+            table = IndexTable(map_region(fd, nbytes), table_id=description.id, server_epoch=epoch)
+            self._tables = [*self._tables, table][-_TABLES_KEPT:]
+        elif description.kind == FdKind.FD_KIND_CHUNK:
+            chunk = Chunk(map_region(fd, nbytes), chunk_id=description.id, server_epoch=epoch)
+            with self._chunk_added:
+                self.chunks = {**self.chunks, chunk.chunk_id: chunk}
+                self._chunk_added.notify_all()
+        elif description.kind == FdKind.FD_KIND_STAGING:
+            self.staging = Staging(map_region(fd, nbytes, writable=True))
+        elif description.kind == FdKind.FD_KIND_TOUCH_RING:
+            self.touch_ring = TouchRing(map_region(fd, nbytes, writable=True))
+
+    def _on_event(self, event: AttachEvent) -> None:
+        # Chunks and tables need nothing here: their descriptors come on the fd socket.
+        if event.HasField("draining"):
+            self.draining = True
+            _log.info("daemon is draining", extra={"grace_ms": event.draining.grace_ms})
+
+    def fileno(self) -> int:
+        """Of the fd socket, for polling."""
+        return self._socket.fileno()
+
+    def receive(self) -> bool:
+        """Take one packet from the fd socket and map what it brings; False at the end."""
+        delivery = self._socket.receive()
+        if delivery is None:
+            return False
+        for description, fd in zip(delivery.packet.fds, delivery.fds, strict=True):
+            try:
+                self._map(description, fd)
+            except RegionError as error:
+                # What lies there is a miss for this client, and a look-up says nothing false.
+                _log.warning("region refused", extra={"reason": str(error)})
+            finally:
+                os.close(fd)
+        return True
+
+    def table(self) -> IndexTable:
+        """The table that answers now, or one in which every look-up is a miss."""
+        tables = self._tables
+        newest = tables[-1]
+        if newest.live or len(tables) == 1:
+            return newest
+        # A new table can arrive before it takes over.
+        return next((table for table in reversed(tables) if table.live), newest)
+
+    def wait_for_chunks(self, chunk_ids: Iterable[int], timeout_s: float) -> Mapping[int, Chunk]:
+        """All of these chunks, mapped.
+
+        Errors: UnavailableError when one does not come in time.
+        """
+        needed = set(chunk_ids)
+        with self._chunk_added:
+            if not self._chunk_added.wait_for(lambda: needed <= self.chunks.keys(), timeout_s):
+                missing = sorted(needed - self.chunks.keys())
+                raise UnavailableError(f"chunks {missing} of the pool are not mapped here")
+            return self.chunks
+
+    def require_alive(self) -> None:
+        """Errors: SessionLostError."""
+        if not self.alive:
+            raise SessionLostError("the session that this belongs to has ended")
+
+    def end(self) -> None:
+        """Hang up. Views stay readable."""
+        self.alive = False
+        self._socket.shut_down()
+        if self._attach is not None:
+            self._attach.close()
+        if hasattr(self, "transport"):
+            self.transport.close()
+        self._socket.close()
+
+    def abandon(self) -> None:
+        """In a forked child: let go without a word, for the parent goes on using its session."""
+        self.alive = False
+        self._socket.close()

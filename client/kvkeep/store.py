@@ -1,0 +1,232 @@
+"""Storing blocks: writable staging views, then one Commit."""
+
+from __future__ import annotations
+
+import struct
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from kvkeep.errors import (
+    DeadlineError,
+    InvalidArgumentError,
+    KVKeepError,
+    NotSupportedError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
+from kvkeep.results import CommitResult, CommitStatus
+from kvkeep.spec import invalid
+from kvkeep.v1.block_cache_pb2 import CommitRequest, CommitResponse, StagedGroup
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+    from typing import Self
+
+    from kvkeep.opened import Opened
+    from kvkeep.transport import PendingCommit
+
+# How long the daemon may take to say that it no longer reads a staging range.
+_SETTLE_TIMEOUT_S = 10.0
+_SETTLE_TRIES = 3
+# Answers of a daemon that read nothing from the staging memory, or no longer does.
+_DEFINITE = (InvalidArgumentError, NotSupportedError, ResourceExhaustedError)
+
+
+class Store:
+    """Blocks on their way into the cache; a context manager. One thread at a time.
+
+    Fill `views`, then `commit`, or leave the `with` normally, which commits. Leaving it by an
+    exception stores nothing. After either the views are dead: using one is a ValueError.
+
+    Attributes:
+        new: Positions in the keys that are not stored yet, as the shared index says.
+        views: Writable views for them, of the first group of `groups`, each of its block_nbytes.
+        groups: Groups that are stored.
+        result: None before the commit.
+    """
+
+    def __init__(
+        self,
+        opened: Opened,
+        template: CommitRequest,
+        *,
+        count: int,
+        new: range,
+        timeout_s: float,
+        later: Callable[[Callable[[], None]], None],
+    ) -> None:
+        """Made by `Namespace.store`. `template` has everything but the staged blocks.
+
+        `later` runs a job in the keeper's thread.
+        """
+        self.new = new
+        self.groups = opened.full_groups
+        self.result: CommitResult | None = None
+        self._opened = opened
+        self._request = template
+        self._count = count
+        self._timeout_s = timeout_s
+        self._later = later
+        self._offsets: dict[int, list[int]] = {}
+        self._views: dict[int, list[memoryview]] = {}
+
+    def allocate(self) -> None:
+        """Take room in the staging memory for every new block.
+
+        Errors: InvalidArgumentError, ResourceExhaustedError.
+        """
+        staging = self._opened.session.staging
+        try:
+            for group in self.groups:
+                nbytes = self._opened.block_nbytes[group]
+                offsets = staging.allocate(nbytes, len(self.new), self._timeout_s)
+                self._offsets[group] = offsets
+                self._views[group] = [staging.region[at : at + nbytes] for at in offsets]
+        except BaseException:
+            self._free()
+            raise
+
+    @property
+    def views(self) -> list[memoryview]:
+        """Writable views for the new blocks, of the first group."""
+        return self.group_views(self.groups[0])
+
+    def group_views(self, group: int) -> list[memoryview]:
+        """Writable views for the new blocks, of one group.
+
+        Errors: InvalidArgumentError (no such group, or committed already).
+        """
+        views = self._views.get(group)
+        if views is None:
+            what = "the open store's groups" if self._offsets else "none: the store is over"
+            raise invalid("group", group, f"{what} {self.groups}", "make a new store")
+        return views
+
+    def commit(self, timeout_s: float | None = None) -> CommitResult:
+        """Seal the new blocks: they are visible to everyone on this host when it returns.
+
+        All keys are answered for; when there is nothing new, no RPC is made. A second call
+        returns the first one's result.
+
+        Errors: SessionLostError, UnavailableError, DeadlineError, ResourceExhaustedError,
+        InvalidArgumentError, NotSupportedError (ack level). After any of them the blocks may or
+        may not be stored, and the store is over.
+        """
+        if self.result is None:
+            if self.new:
+                request = self._complete_request()
+                transport = self._opened.session.transport
+                deadline_s = self._timeout_s if timeout_s is None else timeout_s
+                self.result = self._answered(lambda: transport.commit(request, deadline_s))
+            else:
+                self.result = self._result(b"")
+        return self.result
+
+    def begin(self) -> PendingCommit | None:
+        """Send the Commit; None when there is nothing to send. Errors: as `commit`."""
+        if not self.new:
+            return None
+        request = self._complete_request()
+        try:
+            return self._opened.session.transport.begin_commit(request, self._timeout_s)
+        except BaseException:
+            self._free()
+            raise
+
+    def finish(self, pending: PendingCommit | None) -> CommitResult:
+        """Wait for the answer to `begin`. Errors: as `commit`."""
+        self.result = self._result(b"") if pending is None else self._answered(pending.result)
+        return self.result
+
+    def _complete_request(self) -> CommitRequest:
+        if not self._offsets:
+            raise invalid("store", "over", "an open store", "make a new store")
+        self._opened.session.require_alive()
+        for group, offsets in self._offsets.items():
+            self._request.groups.append(
+                StagedGroup(group=group, staging_offsets=struct.pack(f"<{len(offsets)}Q", *offsets))
+            )
+        return self._request
+
+    def _answered(self, wait: Callable[[], CommitResponse]) -> CommitResult:
+        try:
+            response = wait()
+        except _DEFINITE:
+            self._free()
+            raise
+        except BaseException:
+            self._settle_later()
+            raise
+        self._free()
+        return self._result(response.status)
+
+    def abort(self) -> None:
+        """Store nothing; give the room back. Idempotent."""
+        self._free()
+
+    def _result(self, status: bytes) -> CommitResult:
+        all_status = bytes([CommitStatus.ALREADY_STORED]) * (self._count - len(self.new)) + status
+        stored = all_status.count(CommitStatus.STORED)
+        there = all_status.count(CommitStatus.ALREADY_STORED)
+        return CommitResult(
+            status=tuple(map(CommitStatus, all_status)),
+            stored=stored,
+            already_stored=there,
+            refused=len(all_status) - stored - there,
+        )
+
+    def _free(self) -> None:
+        staging = self._opened.session.staging
+        for group, places in self._close().items():
+            staging.free(places, self._opened.block_nbytes[group])
+
+    def _close(self) -> dict[int, list[int]]:
+        """No more writing: views end (unless an array was made of one). What they showed."""
+        offsets, self._offsets = self._offsets, {}
+        views, self._views = self._views, {}
+        for view in (view for of_group in views.values() for view in of_group):
+            with suppress(BufferError):
+                view.release()
+        return offsets
+
+    def _settle_later(self) -> None:
+        """After a commit without an answer: the daemon may still be reading the staging range.
+
+        The same Commit again waits for the first one, so its answer says that the range is ours.
+        """
+        opened, request = self._opened, self._request
+        offsets = self._close()
+        tries = iter(range(_SETTLE_TRIES))
+
+        def settle() -> None:
+            session = opened.session
+            if not session.alive:
+                return
+            try:
+                session.transport.commit(request, _SETTLE_TIMEOUT_S)
+            except (DeadlineError, UnavailableError):
+                # After the last try the room stays taken until the session ends.
+                if next(tries, None) is not None:
+                    self._later(settle)
+                return
+            except KVKeepError:
+                pass
+            for group, places in offsets.items():
+                session.staging.free(places, opened.block_nbytes[group])
+
+        self._later(settle)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            self.abort()
+        elif self.result is None:
+            self.commit()

@@ -1,0 +1,255 @@
+"""gRPC to the daemon: one channel a session. The only module that imports grpc."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Final, TypeVar
+
+import grpc
+
+from kvkeep.errors import (
+    DeadlineError,
+    InvalidArgumentError,
+    KVKeepError,
+    NotSupportedError,
+    ResourceExhaustedError,
+    SessionLostError,
+    UnavailableError,
+)
+from kvkeep.v1.admin_pb2 import StatsRequest, StatsResponse
+from kvkeep.v1.admin_pb2_grpc import AdminStub
+from kvkeep.v1.block_cache_pb2 import (
+    AcquireRequest,
+    AcquireResponse,
+    AttachEvent,
+    AttachRequest,
+    CommitRequest,
+    CommitResponse,
+    OpenNamespaceRequest,
+    OpenNamespaceResponse,
+    ReleaseRequest,
+    RenewRequest,
+    RenewResponse,
+)
+from kvkeep.v1.block_cache_pb2_grpc import BlockCacheStub
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+# Room for the answer to limits.keys_max keys of a few ranks and groups: 16 bytes a block of each.
+MESSAGE_NBYTES_MAX: Final = 64 * 1024 * 1024
+_FIRST_HEARTBEAT_S: Final = 0.5
+_ATTACH_AGAIN_S: Final = 0.2
+_OPTIONS: Final = (
+    ("grpc.max_receive_message_length", MESSAGE_NBYTES_MAX),
+    ("grpc.max_send_message_length", MESSAGE_NBYTES_MAX),
+    # A call that fails is the caller's to repeat or to do without; it must fail at once.
+    ("grpc.enable_retries", 0),
+    ("grpc.http2.ping_timeout_ms", 2000),
+    # A connection of its own: a new session does not wait out the back-off of an old one.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.enable_http_proxy", 0),
+)
+_SESSION_METADATA: Final = "kvkeep-session-bin"
+_RETRY_AFTER_METADATA: Final = "kvkeep-retry-after-ms"
+
+_RequestT = TypeVar("_RequestT")
+_ResponseT = TypeVar("_ResponseT")
+
+
+def _converted(error: grpc.RpcError, what: str) -> KVKeepError:
+    """The one table from status codes to exceptions."""
+    code = error.code()
+    message = f"{what}: {error.details() or code}"
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return ResourceExhaustedError(message, _retry_after_s(error))
+    return _ERRORS.get(code, KVKeepError)(message)
+
+
+_ERRORS: Final[dict[grpc.StatusCode, type[KVKeepError]]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidArgumentError,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineError,
+    grpc.StatusCode.UNAVAILABLE: UnavailableError,
+    grpc.StatusCode.CANCELLED: UnavailableError,
+    grpc.StatusCode.ABORTED: UnavailableError,
+    grpc.StatusCode.UNAUTHENTICATED: SessionLostError,
+    # What is not found is a namespace set or a lease, and both live in a session.
+    grpc.StatusCode.NOT_FOUND: SessionLostError,
+    grpc.StatusCode.FAILED_PRECONDITION: NotSupportedError,
+    grpc.StatusCode.UNIMPLEMENTED: NotSupportedError,
+}
+
+
+def _retry_after_s(error: grpc.RpcError) -> float:
+    for datum in error.trailing_metadata() or ():
+        if datum.key == _RETRY_AFTER_METADATA and datum.value.isdigit():
+            return int(datum.value) / 1000
+    return 0.0
+
+
+class PendingCommit:
+    """A Commit under way."""
+
+    def __init__(self, call: grpc.Future[CommitResponse]) -> None:
+        """Made by `Transport.begin_commit`."""
+        self._call = call
+
+    def result(self) -> CommitResponse:
+        """Wait for the answer. Errors: as `Transport.commit`."""
+        try:
+            return self._call.result()
+        except grpc.RpcError as error:
+            raise _converted(error, "Commit") from error
+        except grpc.FutureCancelledError as error:
+            raise UnavailableError("Commit: the session was closed") from error
+
+
+class Transport:
+    """The RPCs of one session. Any thread may call.
+
+    Every call takes its deadline in seconds and raises a KVKeepError: InvalidArgumentError,
+    DeadlineError, UnavailableError, SessionLostError, NotSupportedError, ResourceExhaustedError.
+    """
+
+    def __init__(self, *, socket_path: Path, session_token: bytes) -> None:
+        """Opens nothing: the channel connects with the first call."""
+        self._channel = grpc.insecure_channel(f"unix:{socket_path}", options=_OPTIONS)
+        self._stub: BlockCacheStub = BlockCacheStub(self._channel)
+        self._admin: AdminStub = AdminStub(self._channel)
+        self._metadata = ((_SESSION_METADATA, session_token),)
+
+    def _call(
+        self,
+        call: grpc.UnaryUnaryMultiCallable[_RequestT, _ResponseT],
+        request: _RequestT,
+        timeout_s: float,
+        what: str,
+    ) -> _ResponseT:
+        try:
+            return call(request, timeout=timeout_s, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise _converted(error, what) from error
+        except ValueError as error:
+            # grpc says so when the channel is closed.
+            raise SessionLostError(f"{what}: the session was closed") from error
+
+    def open_namespace(
+        self, request: OpenNamespaceRequest, timeout_s: float
+    ) -> OpenNamespaceResponse:
+        """OpenNamespace."""
+        return self._call(self._stub.OpenNamespace, request, timeout_s, "OpenNamespace")
+
+    def acquire(self, request: AcquireRequest, timeout_s: float) -> AcquireResponse:
+        """Acquire."""
+        return self._call(self._stub.Acquire, request, timeout_s, "Acquire")
+
+    def renew(self, request: RenewRequest, timeout_s: float) -> RenewResponse:
+        """Renew."""
+        return self._call(self._stub.Renew, request, timeout_s, "Renew")
+
+    def release(self, lease_ids: list[int], timeout_s: float) -> None:
+        """Release."""
+        request = ReleaseRequest(lease_ids=lease_ids)
+        self._call(self._stub.Release, request, timeout_s, "Release")
+
+    def commit(self, request: CommitRequest, timeout_s: float) -> CommitResponse:
+        """Commit."""
+        return self._call(self._stub.Commit, request, timeout_s, "Commit")
+
+    def begin_commit(self, request: CommitRequest, timeout_s: float) -> PendingCommit:
+        """Commit without waiting for the answer."""
+        try:
+            call = self._stub.Commit.future(request, timeout=timeout_s, metadata=self._metadata)
+        except ValueError as error:
+            raise SessionLostError("Commit: the session was closed") from error
+        return PendingCommit(call)
+
+    def stats(self, timeout_s: float) -> StatsResponse:
+        """Admin.Stats."""
+        return self._call(self._admin.Stats, StatsRequest(), timeout_s, "Stats")
+
+    def attach(self, beats: Iterator[AttachRequest]) -> Iterator[AttachEvent]:
+        """The event stream. Errors: ValueError when the channel is closed."""
+        return self._stub.Attach(beats, metadata=self._metadata)
+
+    def close(self) -> None:
+        """Ends every call under way."""
+        self._channel.close()
+
+
+class AttachStream:
+    """Keeps Attach open in a thread of its own: heartbeats up, events down.
+
+    Losing the stream alone ends nothing, so it is opened again until `close`.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        *,
+        on_event: Callable[[AttachEvent], None],
+        on_unknown_session: Callable[[], None],
+    ) -> None:
+        """Both callbacks run in the stream's thread."""
+        self._transport = transport
+        self._on_event = on_event
+        self._on_unknown_session = on_unknown_session
+        self._interval_s = _FIRST_HEARTBEAT_S
+        self._attached = threading.Event()
+        self._closed = threading.Event()
+        self._failure: KVKeepError | None = None
+        self._thread = threading.Thread(target=self._run, name="kvkeep-attach", daemon=True)
+
+    def start(self, timeout_s: float) -> None:
+        """Begin, and wait until the daemon says "attached".
+
+        Errors: UnavailableError, DeadlineError.
+        """
+        self._thread.start()
+        attached = self._attached.wait(timeout_s)
+        if self._failure is not None:
+            raise self._failure
+        if not attached:
+            raise DeadlineError(f"Attach: no answer in {timeout_s} s")
+
+    def close(self) -> None:
+        """Stop; the thread ends when the transport is closed too."""
+        self._closed.set()
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            over = threading.Event()
+            try:
+                for event in self._transport.attach(self._beats(over)):
+                    self._handle(event)
+            except grpc.RpcError as error:
+                self._note(_converted(error, "Attach"))
+            except ValueError:
+                return
+            finally:
+                over.set()
+            self._closed.wait(_ATTACH_AGAIN_S)
+
+    def _note(self, failure: KVKeepError) -> None:
+        if not self._attached.is_set():
+            self._failure = failure
+            self._closed.set()
+            self._attached.set()
+        elif isinstance(failure, SessionLostError) and not self._closed.is_set():
+            self._on_unknown_session()
+            self._closed.set()
+
+    def _handle(self, event: AttachEvent) -> None:
+        if event.HasField("attached"):
+            self._interval_s = max(0.05, event.attached.session_timeout_ms / 3000)
+            self._attached.set()
+        self._on_event(event)
+
+    def _beats(self, over: threading.Event) -> Iterator[AttachRequest]:
+        number = 0
+        while not over.is_set() and not self._closed.is_set():
+            number += 1
+            yield AttachRequest(heartbeat=number)
+            over.wait(self._interval_s)
