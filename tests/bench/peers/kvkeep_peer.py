@@ -1,0 +1,66 @@
+"""kvkeep itself: a daemon of its own, blocks filled into the staging ring before the clock runs,
+one Commit; reads
+through the shared index and the mapped pool into the caller's buffer."""
+
+from typing import Any
+
+import numpy as np
+from workload import MIB, Plan, private_buffer, serve
+
+import kvkeep
+from kvkeep_server.cli.bench_daemon import DaemonProcess
+
+
+class KVKeepPeer:
+    # One batch. Chunks are touched when the pool grows: measured puts wait for it, p99 shows it.
+    warm_share = 0.0
+
+    def open(self, plan: Plan) -> None:
+        pool = plan.working_set_nbytes * 5 // 4 + 2 * plan.batch_nbytes
+        self.daemon = DaemonProcess(plan.directory, {"ram": {"size": f"{pool // MIB}MiB"}})
+        self.daemon.start()
+        # Room for the batches that a round stages before it commits the first of them.
+        self.client = kvkeep.connect(str(plan.directory), staging_nbytes=1024 * MIB, timeout_s=30.0)
+        self.namespace = self.client.open_namespace(
+            kvkeep.NamespaceSpec(
+                tenant="bench",
+                model="peers",
+                weights_fingerprint="none",
+                engine="bench",
+                layout_version="1",
+                kv_dtype="uint8",
+                hash_algorithm="bench",
+                key_nbytes=32,
+                groups=[
+                    kvkeep.Group.full("kv", tokens_per_block=16, block_nbytes=plan.block_nbytes)
+                ],
+            )
+        )
+
+    def buffer(self, nbytes: int) -> np.ndarray:
+        return private_buffer(nbytes)
+
+    def stage(self, keys: list[bytes], sources: list[np.ndarray]) -> Any:
+        store = self.namespace.store(b"".join(keys))
+        for view, source in zip(store.views, sources, strict=True):
+            np.copyto(np.frombuffer(view, np.uint8), source)
+        return store
+
+    def put(self, staged: Any) -> int:
+        return staged.commit().stored
+
+    def get(self, keys: list[bytes], into: list[np.ndarray]) -> int:
+        return self.namespace.read_into(b"".join(keys), into)
+
+    def warm_done(self) -> None:
+        """The warm-up's batch stays: the pool has room for it."""
+
+    def close(self) -> None:
+        if hasattr(self, "client"):
+            self.client.close()
+        if hasattr(self, "daemon"):
+            self.daemon.stop()
+
+
+if __name__ == "__main__":
+    serve(KVKeepPeer())

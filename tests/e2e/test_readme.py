@@ -1,0 +1,64 @@
+"""The README's example and the programs in client/examples do what they print."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvkeep_server.cli.bench_daemon import DaemonProcess
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+SHOWN = re.findall(r"^```text\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture
+def environment(tmp_path):
+    """What a user has who typed `kvkeep serve`: the default directory of the sockets."""
+    directory = tmp_path / "kvkeep"
+    directory.mkdir(mode=0o700)
+    with DaemonProcess(directory, {"ram": {"size": "64MiB"}}):
+        yield {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path), "PYTHONDEVMODE": "1"}
+
+
+def output_of(program, environment):
+    done = subprocess.run(
+        [sys.executable, *program], env=environment, check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_example_prints_what_the_readme_shows(environment):
+    setting, six_lines = BLOCKS
+    assert len(six_lines.splitlines()) == 6
+    program = setting + six_lines
+    assert output_of(["-c", program], environment) == SHOWN[0]
+    assert output_of(["-c", program], environment) == SHOWN[0], "the second run differs"
+
+
+def test_the_smallest_example_is_the_readmes(environment):
+    assert output_of([ROOT / "client/examples/hello.py"], environment) == SHOWN[0]
+
+
+def test_the_second_turn_reuses_the_first(environment):
+    output = output_of([ROOT / "client/examples/prefix_reuse.py"], environment)
+    assert output.splitlines() == [
+        "100 tokens: 0 found, 100 computed",
+        "160 tokens: 96 found, 64 computed",
+    ]
+
+
+@pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\(([^)#:]+)\)", README))))
+def test_the_readmes_links_lead_somewhere(link):
+    assert (ROOT / link).exists()
+
+
+def test_the_readmes_make_targets_exist():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in re.findall(r"\bmake ([a-z-]+)", README):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target

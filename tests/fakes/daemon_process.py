@@ -1,0 +1,115 @@
+"""A real daemon as a child process: started, waited for, and ended by pid."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+SMALL = '[ram]\nsize = "64MiB"\n'
+
+
+@dataclass(slots=True)
+class DaemonProcess:
+    """One daemon on one runtime directory; may be started again after it ended.
+
+    Attributes:
+        directory: Holds the runtime directory, the configuration and the log.
+        config: Text of the configuration.
+        program: How it is started; the console script or the module.
+    """
+
+    directory: Path
+    config: str = SMALL
+    program: tuple[str, ...] = (sys.executable, "-m", "kvkeep_server")
+    process: subprocess.Popen[bytes] | None = field(default=None, init=False)
+
+    @property
+    def runtime_dir(self) -> Path:
+        return self.directory / "run"
+
+    @property
+    def socket(self) -> Path:
+        return self.runtime_dir / "kvkeep.sock"
+
+    @property
+    def log(self) -> str:
+        return (self.directory / "daemon.log").read_text()
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
+
+    def start(self, *, wait_s: float = 20.0) -> None:
+        """Starts it and returns when its health says SERVING."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        config = self.directory / "kvkeep.toml"
+        config.write_text(self.config)
+        with (self.directory / "daemon.log").open("ab") as log:
+            self.process = subprocess.Popen(
+                [*self.program, "serve", "--config", config, "--runtime-dir", self.runtime_dir],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+        deadline = time.monotonic() + wait_s
+        while not self.serving():
+            assert self.process.poll() is None, f"the daemon ended: {self.log}"
+            assert time.monotonic() < deadline, f"the daemon does not serve: {self.log}"
+            time.sleep(0.02)
+
+    def serving(self) -> bool:
+        if not self.socket.exists():
+            return False
+        with grpc.insecure_channel(f"unix:{self.socket}") as channel:
+            try:
+                answer = health_pb2_grpc.HealthStub(channel).Check(
+                    health_pb2.HealthCheckRequest(), timeout=2.0
+                )
+            except grpc.RpcError:
+                return False
+        return answer.status == health_pb2.HealthCheckResponse.SERVING
+
+    def send(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """SIGKILL, and waits for the end."""
+        self.end(signal.SIGKILL)
+
+    def end(self, number: signal.Signals = signal.SIGTERM, *, wait_s: float = 20.0) -> int:
+        """Signals it and returns its exit code. Nothing happens if it never ran."""
+        if self.process is None:
+            return 0
+        if self.process.poll() is None:
+            self.send(number)
+        try:
+            return self.process.wait(wait_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait(10)
+            raise
+
+    def resident_nbytes(self) -> int:
+        """Resident memory, shared pages included."""
+        fields = Path(f"/proc/{self.pid}/statm").read_text().split()
+        return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@contextlib.contextmanager
+def running_daemon(directory: Path, config: str = SMALL) -> Iterator[DaemonProcess]:
+    """A daemon that serves inside the `with` and is gone after it."""
+    daemon = DaemonProcess(directory, config)
+    try:
+        daemon.start()
+        yield daemon
+    finally:
+        daemon.kill()
