@@ -100,24 +100,26 @@ def test_all_equals_what_is_exported(file):
         return
     package = name_of(file).partition("/")[2].removesuffix(".py").removesuffix("/__init__")
     module = importlib.import_module(package.replace("/", "."))
-    public = {
+    defined = {
         name
         for name, value in vars(module).items()
         if not name.startswith("_") and not isinstance(value, types.ModuleType)
     }
-    used_only = {
-        alias.asname or alias.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and not _is_inside(node, module, file)
-        for alias in node.names
-    }
-    assert set(module.__all__) == public - used_only
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    own = {name for node in imports if _is_inside(node, module, file) for name in names(node)}
+    used = {name for node in imports for name in names(node)} - own
+    assert set(module.__all__) == (defined | own) - used
     assert len(module.__all__) == len(set(module.__all__))
+    assert all(hasattr(module, name) for name in module.__all__)
+
+
+def names(node: ast.ImportFrom) -> list[str]:
+    return [alias.asname or alias.name for alias in node.names]
 
 
 def _is_inside(node: ast.ImportFrom, module: types.ModuleType, file: Path) -> bool:
-    """A package exports what it takes from its own modules; the rest it only uses."""
-    return file.name == "__init__.py" and str(node.module).startswith(f"{module.__name__}.")
+    """A package exports what it takes from its own modules, also lazily; the rest it only uses."""
+    return file.name == "__init__.py" and f"{node.module}.".startswith(f"{module.__name__}.")
 
 
 # ---- documentation

@@ -30,13 +30,12 @@ class _Column:
 
     def __init__(self, addresses: bytes, generations: bytes) -> None:
         self.addresses: NDArray[np.uint64] = np.frombuffer(addresses, dtype=np.uint64)
-        self._address_list: list[int] = self.addresses.tolist()
-        self._generations = generations
+        self._generations: NDArray[np.uint64] = np.frombuffer(generations, dtype=np.uint64)
         self.views: list[memoryview] | None = None
 
     def make_views(self, chunks: Mapping[int, Chunk], block_nbytes: int) -> list[memoryview]:
         if self.views is None:
-            self.views = view_blocks(chunks, self._address_list, block_nbytes)
+            self.views = view_blocks(chunks, self.addresses, block_nbytes)
         return self.views
 
     def release_views(self) -> None:
@@ -47,11 +46,10 @@ class _Column:
         self.views = None
 
     def chunk_ids(self) -> set[int]:
-        return {address >> 32 for address in self._address_list}
+        return {address >> 32 for address in self.addresses.tolist()}
 
     def unchanged(self, chunks: Mapping[int, Chunk]) -> int:
-        generations = memoryview(self._generations).cast("Q")
-        return unchanged(chunks, self._address_list, generations)
+        return unchanged(chunks, self.addresses, self._generations)
 
 
 class Acquired:

@@ -216,7 +216,9 @@ class Namespace:
         rows = opened.find_rows(words, rank, group)
         session = opened.session
         slot_nbytes = opened.slot_nbytes[group]
-        copied = copy_blocks(session.chunks, rows, group_spec.block_nbytes, slot_nbytes, into)
+        copied = copy_blocks(
+            session.chunks, rows.places, group_spec.block_nbytes, slot_nbytes, into
+        )
         session.touch_ring.append(
             opened.set_index, group, words.count, copied, *rows.found[1:], *_READ
         )

@@ -68,16 +68,15 @@ class Found(NamedTuple):
 NOTHING: Final = Found(0, NO_ROW, 0)
 
 
-Places: TypeAlias = tuple[list[int], list[int]]
-"""Addresses and generations, parallel."""
+Places: TypeAlias = "list[tuple[NDArray[np.uint64], NDArray[np.uint64]]]"
+"""Addresses and generations of successive keys, in pieces that numpy handles under the GIL."""
 
 
 class Rows(NamedTuple):
-    """Where the leading keys lie in ram; parallel columns."""
+    """Where the leading keys lie in ram."""
 
     found: Found
-    addresses: list[int]
-    generations: list[int]
+    places: Places
 
 
 class Words:
@@ -197,8 +196,8 @@ class IndexTable:
 
     def find_rows(self, seed: Seed, words: Words, limit: int) -> Rows:
         """As `find`, with addresses and generations, up to the first key that is not in ram."""
-        places: Places = ([], [])
-        return Rows(self._search(seed, words, limit, places), *places)
+        places: Places = []
+        return Rows(self._search(seed, words, limit, places), places)
 
     def _search(self, seed: Seed, words: Words, limit: int, places: Places | None) -> Found:
         if not self.live:
@@ -244,7 +243,7 @@ class IndexTable:
         multiply(check, b[11], check)
         shift(check, _SHIFT_32, temporary)
         xor(check, temporary, check)
-        np.maximum(tag, _LOWEST_TAG, tag)
+        np.maximum(tag, _LOWEST_TAG, out=tag)
 
     def _find_piece(self, seed: Seed, words: NDArray[np.uint64], scratch: _Scratch) -> int:
         """Number of leading keys of the piece that have rows; those are left in scratch.row."""
@@ -324,6 +323,6 @@ class IndexTable:
         good &= address != _ZERO
         first = good.tobytes().find(0)
         count = n if first < 0 else first
-        places[0].extend(address[:count].tolist())
-        places[1].extend(generation[:count].tolist())
+        if count:
+            places.append((address[:count], generation[:count]))
         return count

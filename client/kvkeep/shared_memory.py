@@ -14,9 +14,14 @@ import os
 import struct
 import threading
 import weakref
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
 
 from kvkeep.errors import KVKeepError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 LAYOUT_VERSION: Final = 1
 PAGE_NBYTES: Final = 4096
@@ -92,8 +97,8 @@ def _mmap(address: int, nbytes: int, protection: int, flags: int, fd: int) -> in
 class Chunk:
     """One chunk of the pool, mapped read-only.
 
-    `buffer` is the whole file as bytes; `generations[page]` is the generation of the slot that
-    begins at `page`.
+    `buffer` is the whole file as bytes; `generations[page]`, shape (pages,), is the generation of
+    the slot that begins at `page`.
     """
 
     _HEADER = struct.Struct("<8sIIQQQQ")
@@ -116,7 +121,9 @@ class Chunk:
         self.chunk_id = chunk_id
         self.nbytes = len(region)
         self.buffer = region
-        self.generations = region[generations_at : generations_at + 8 * pages].cast("Q")
+        self.generations: NDArray[np.uint64] = np.frombuffer(
+            region, dtype=np.uint64, count=pages, offset=generations_at
+        )
         self._first_page: int = data_at // PAGE_NBYTES
 
     def holds(self, page: int, nbytes: int) -> bool:

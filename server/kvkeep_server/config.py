@@ -36,7 +36,7 @@ from kvkeep_server.core.settings_kinds import (
     nearest,
     shown,
 )
-from kvkeep_server.policies.registry import ADMISSION, EVICTION, PREFETCH
+from kvkeep_server.policies.registry import ADMISSION, EVICTION
 from kvkeep_server.tiers.ram.slabs import auto_slab_nbytes
 
 KiB, MiB, GiB, TiB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
@@ -117,9 +117,6 @@ class RamSettings:
     policy: str = _key("policy", Choice(tuple(EVICTION)), "lru", "Which blocks leave first.")
     admission: str = _key(
         "admission", Choice(tuple(ADMISSION)), "always", "Which blocks may enter."
-    )
-    prefetch: str = _key(
-        "prefetch", Choice(tuple(PREFETCH)), "none", "What is loaded ahead of a read."
     )
     huge_pages: bool = _key(
         "huge_pages",

@@ -16,7 +16,7 @@ from kvkeep_server.config import Settings
 from kvkeep_server.core.clock import Clock
 from kvkeep_server.core.memory_limit import MemoryLimit, read_memory_limit
 from kvkeep_server.core.ownership import Ownership
-from kvkeep_server.core.process import forbid_inspection
+from kvkeep_server.core.process import forbid_inspection, raise_descriptor_limit
 from kvkeep_server.index.table import IndexTable
 from kvkeep_server.policies.registry import admission_policy, eviction_policy
 from kvkeep_server.rpc.fd_handover import FdHandover
@@ -25,7 +25,7 @@ from kvkeep_server.service.block_service import BlockService, ServiceLimits
 from kvkeep_server.service.namespaces import Namespaces
 from kvkeep_server.service.sessions import FdKind, FdOffer, Session, SessionLimits, Sessions
 from kvkeep_server.tiering.commits import Commits
-from kvkeep_server.tiering.leases import Leases
+from kvkeep_server.tiering.leases import LeaseLimits, Leases
 from kvkeep_server.tiering.manager import TierManager
 from kvkeep_server.tiering.residency import Residency, TableSettings
 from kvkeep_server.tiering.room import RoomMaker
@@ -35,8 +35,7 @@ from kvkeep_server.tiers.ram.tier import RamTier
 
 SOCKET_NAME = "kvkeep.sock"
 FD_SOCKET_NAME = "kvkeep.fd.sock"
-# One of the daemon's threads may hold the GIL for so long before the event loop gets it: DESIGN
-# section 2.
+# One of the daemon's threads may hold the GIL for so long before the event loop gets it.
 _SWITCH_INTERVAL_S = 0.0002
 _UPKEEP_PERIOD_S = 0.05
 _DRAIN_S = 5.0
@@ -52,7 +51,7 @@ class Core:
     residency: Residency
     leases: Leases
     sessions: Sessions
-    namespaces: Namespaces
+    room: RoomMaker
     service: BlockService
     executor: ThreadPoolExecutor
     transfers: Transfers
@@ -82,13 +81,7 @@ def build_core(
     executor = ThreadPoolExecutor(settings.limits.copy_threads, thread_name_prefix="kvkeep-pool")
     wiring = _Wiring()
     pool = Pool(
-        settings=PoolSettings(
-            limit_nbytes=settings.ram.size_nbytes,
-            chunk_nbytes_max=settings.ram.chunk_nbytes,
-            chunk_nbytes_min=settings.ram.slab_nbytes,
-            server_epoch=server_epoch,
-            huge_pages=settings.ram.huge_pages,
-        ),
+        settings=_pool_settings(settings, server_epoch),
         memory_limit=memory_limit,
         on_chunk=wiring.on_chunk,
     )
@@ -101,14 +94,7 @@ def build_core(
         source=source,
         settings=TableSettings(server_epoch, settings.index.rows_initial, settings.index.load_max),
     )
-    leases = Leases(
-        residency=residency,
-        clock=clock,
-        source=source,
-        ttl_s=settings.leases.ttl_s,
-        leases_max=settings.leases.leases_max,
-        remembered_max=settings.leases.remembered_max,
-    )
+    leases = Leases(residency=residency, clock=clock, source=source, limits=_lease_limits(settings))
     sessions = Sessions(
         limits=_session_limits(settings),
         clock=clock,
@@ -138,7 +124,7 @@ def build_core(
         clock=clock,
     )
     wiring.sessions = sessions
-    return Core(ram, residency, leases, sessions, namespaces, service, executor, transfers)
+    return Core(ram, residency, leases, sessions, room, service, executor, transfers)
 
 
 class _Wiring:
@@ -168,6 +154,21 @@ def _table_offer(table: IndexTable) -> FdOffer:
 
 def _chunk_offer(chunk: Chunk) -> FdOffer:
     return FdOffer(FdKind.CHUNK, chunk.chunk_id, chunk.nbytes, chunk.memfd.client_fd())
+
+
+def _pool_settings(settings: Settings, server_epoch: int) -> PoolSettings:
+    return PoolSettings(
+        limit_nbytes=settings.ram.size_nbytes,
+        chunk_nbytes_max=settings.ram.chunk_nbytes,
+        chunk_nbytes_min=settings.ram.slab_nbytes,
+        server_epoch=server_epoch,
+        huge_pages=settings.ram.huge_pages,
+    )
+
+
+def _lease_limits(settings: Settings) -> LeaseLimits:
+    leases = settings.leases
+    return LeaseLimits(leases.ttl_s, leases.leases_max, leases.remembered_max)
 
 
 def _session_limits(settings: Settings) -> SessionLimits:
@@ -209,6 +210,7 @@ class Daemon:
         ownership.acquire()
         try:
             forbid_inspection()
+            raise_descriptor_limit()
             sys.setswitchinterval(_SWITCH_INTERVAL_S)
             ownership.clear_socket(directory / SOCKET_NAME, socket.SOCK_STREAM)
             ownership.clear_socket(directory / FD_SOCKET_NAME, socket.SOCK_SEQPACKET)
@@ -244,7 +246,7 @@ class Daemon:
         _log.info(
             "serving", extra={"runtime_dir": str(directory), "server_epoch": self._server_epoch}
         )
-        upkeep = asyncio.create_task(_upkeep(core.service))
+        upkeep = asyncio.create_task(_upkeep(core))
         stopped = asyncio.create_task(stop.wait())
         try:
             # Upkeep ends by a broken invariant only: then it is better not to serve at all.
@@ -287,9 +289,10 @@ def _stop_signal() -> asyncio.Event:
     return stop
 
 
-async def _upkeep(service: BlockService) -> None:
-    """Credits look-ups, ends what is over. Ends with the daemon."""
+async def _upkeep(core: Core) -> None:
+    """Credits look-ups, ends what is over, grows the pool ahead of need. Ends with the daemon."""
     while True:
-        service.drain_touches()
-        service.sweep()
+        core.service.drain_touches()
+        core.service.sweep()
+        core.room.grow_ahead()
         await asyncio.sleep(_UPKEEP_PERIOD_S)

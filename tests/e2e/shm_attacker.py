@@ -2,7 +2,7 @@
 
     python shm_attacker.py FD_SOCKET DAEMON_PID UID GID
 
-An outcome is the errno that refused the attack, or DONE. What DONE would mean is for the test to say.
+An outcome is the errno that refused the attack, or DONE. What that means is for the test to say.
 """
 
 import contextlib
@@ -13,6 +13,7 @@ import hashlib
 import json
 import mmap
 import os
+import signal
 import socket
 import sys
 
@@ -85,7 +86,6 @@ def attacks_on_file(fd):
         ),
         "add seal write": lambda: fcntl.fcntl(fd, fcntl.F_ADD_SEALS, F_SEAL_WRITE),
         "add any seal": lambda: fcntl.fcntl(fd, fcntl.F_ADD_SEALS, F_SEAL_FUTURE_WRITE),
-        "write lease": lambda: fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK),
     }
 
 
@@ -116,17 +116,17 @@ def attacks_on_process(pid):
         "list descriptors": lambda: os.listdir(f"/proc/{pid}/fd"),
         "list maps": lambda: open(f"/proc/{pid}/maps").read(),
         "ptrace": lambda: checked(libc.ptrace(PTRACE_ATTACH, pid, None, None)),
-        "process_vm_readv": lambda: checked(libc.process_vm_readv(pid, None, 0, None, 0, 0)),
-        "process_vm_writev": lambda: write_into(pid),
+        "process_vm_readv": lambda: move_bytes(libc.process_vm_readv, pid),
+        "process_vm_writev": lambda: move_bytes(libc.process_vm_writev, pid),
         "pidfd_getfd": lambda: steal_descriptor(pid),
     }
 
 
-def write_into(pid):
+def move_bytes(call, pid):
     buffer = ctypes.create_string_buffer(b"evil")
     local = (ctypes.c_void_p * 2)(ctypes.addressof(buffer), 4)
     remote = (ctypes.c_void_p * 2)(0x400000, 4)
-    checked(libc.process_vm_writev(pid, local, 1, remote, 1, 0))
+    checked(call(pid, local, 1, remote, 1, 0))
 
 
 def steal_descriptor(pid):
@@ -147,8 +147,23 @@ def digest_of(fd):
         return hashlib.sha256(view).hexdigest()
 
 
+def attach_beside_leases(path, fds):
+    """Attaches while leases are held, which make an open(2) of the file wait."""
+    signal.signal(signal.SIGIO, signal.SIG_IGN)
+
+    def lease(fd, kind):
+        return outcome_of(lambda: fcntl.fcntl(fd, fcntl.F_SETLEASE, kind))
+
+    held = [lease(fd, fcntl.F_WRLCK) for fd in fds]
+    client, _ = attach(path)
+    client.close()
+    for fd in fds:
+        lease(fd, fcntl.F_UNLCK)
+    return held
+
+
 def attack_sealed(fd):
-    """Everything through the descriptor as it came, and through a writable one if one can be had."""
+    """Everything through the descriptor as it came, and through a writable one if there is one."""
     before = digest_of(fd)
     outcomes = {name: outcome_of(attack) for name, attack in attacks_on_file(fd).items()}
     path = f"/proc/self/fd/{fd}"
@@ -169,6 +184,7 @@ def main(path, pid, uid, gid):
         os.setuid(uid)
     client, fds = attach(path)
     report = {
+        "leases": attach_beside_leases(path, [fds["FD_KIND_CHUNK"], fds["FD_KIND_INDEX"]]),
         "chunk": attack_sealed(fds["FD_KIND_CHUNK"]),
         "index": attack_sealed(fds["FD_KIND_INDEX"]),
         "process": {name: outcome_of(act) for name, act in attacks_on_process(pid).items()},
@@ -180,7 +196,7 @@ def main(path, pid, uid, gid):
             for name, attack in attacks_on_file(fds[f"FD_KIND_{kind}"]).items()
         }
     client.close()
-    print(json.dumps(report))
+    sys.stdout.write(json.dumps(report))
 
 
 if __name__ == "__main__":

@@ -1,25 +1,28 @@
 """The daemon without its network: everything below `rpc/` on a clock that a test moves by hand."""
 
 import asyncio
+import hashlib
+import os
 import random
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 
 from kvkeep_server.config import parse
 from kvkeep_server.core.hints import Hints
 from kvkeep_server.core.memory_limit import MemoryLimit
-from kvkeep_server.core.results import AckLevel, CommitStatus, GroupKind
+from kvkeep_server.core.results import AckLevel, CommitStatus, GroupKind, RenewStatus
 from kvkeep_server.daemon import Core, build_core
 from kvkeep_server.service.block_service import CommitOrder
 from kvkeep_server.service.namespaces import GroupSpec, NamespaceSpec, OpenedNamespace
-from kvkeep_server.service.sessions import HelloFacts, Session
-from kvkeep_server.tiering.manager import Grant, ReadOrder
+from kvkeep_server.service.sessions import HelloFacts, Session, Welcome
+from kvkeep_server.tiering.manager import Grant, Prefix, ReadOrder
 
 MIB = 1 << 20
 MEMORY = MemoryLimit(8 << 30, 8 << 30, "test")
+RUN_S = 60.0
 T = TypeVar("T")
 
 
@@ -37,6 +40,41 @@ class FakeClock:
 
     def advance(self, seconds: float) -> None:
         self.now_s += seconds
+
+
+def keys_of(name: object, count: int, nbytes: int = 32) -> list[bytes]:
+    """Keys of a chain with that name; equal names give equal chains, of any length."""
+    return [hashlib.sha512(f"{name}/{i}".encode()).digest()[:nbytes] for i in range(count)]
+
+
+def block_of(key: bytes, nbytes: int = 4096, salt: bytes = b"") -> bytes:
+    """Bytes that only this key and salt have."""
+    return hashlib.shake_128(key + salt).digest(nbytes)
+
+
+def hello(staging_nbytes: int = MIB, **changes: Any) -> HelloFacts:
+    """What a sane client says."""
+    values: dict[str, Any] = {
+        "client_name": "test",
+        "layout_versions": (1,),
+        "staging_nbytes": staging_nbytes,
+        "credential": "",
+        "uid": 0,
+        "gid": 0,
+        "pid": 0,
+    }
+    return HelloFacts(**(values | changes))
+
+
+def close_offers(welcome: Welcome) -> Welcome:
+    """Does what the fd socket does when it has sent the descriptors."""
+    for offer in welcome.fds:
+        os.close(offer.fd)
+    return welcome
+
+
+def full(name: str = "kv", block_nbytes: int = 4096, tokens: int = 16) -> GroupSpec:
+    return GroupSpec(name, GroupKind.FULL, tokens, block_nbytes)
 
 
 def spec(**changes: Any) -> NamespaceSpec:
@@ -57,7 +95,7 @@ def spec(**changes: Any) -> NamespaceSpec:
         "dp_size": 1,
         "cp_size": 1,
         "replicated": False,
-        "groups": (GroupSpec("kv", GroupKind.FULL, 16, block_nbytes),),
+        "groups": (full(block_nbytes=block_nbytes),),
         "layout_switches": (),
         "namespace_epoch": 0,
     }
@@ -66,47 +104,109 @@ def spec(**changes: Any) -> NamespaceSpec:
 
 @dataclass(slots=True)
 class Harness:
-    """One core, one loop. `run` drives coroutines to their end."""
+    """One core, one loop. `run` drives coroutines to their end; leaving checks and closes."""
 
     ram: str = "8MiB"
+    slab: str = "1MiB"
     extra: str = ""
+    seed: int = 7
     clock: FakeClock = field(default_factory=FakeClock)
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
     core: Core = field(init=False)
 
     def __post_init__(self) -> None:
-        text = f'[ram]\nsize = "{self.ram}"\nslab = "1MiB"\nhuge_pages = false\n{self.extra}'
-        settings = parse(text, "test", MEMORY).settings
+        ram = f'size = "{self.ram}"\nslab = "{self.slab}"\nhuge_pages = false'
+        settings = parse(f"[ram]\n{ram}\n{self.extra}", "test", MEMORY).settings
         self.core = build_core(
             settings,
             clock=self.clock,
-            source=random.Random(7),
+            source=random.Random(self.seed),
             server_epoch=1,
             memory_limit=lambda: MEMORY,
         )
         self.run(self.core.ram.grow())
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self.check()
+        finally:
+            self.close()
+
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        return self.loop.run_until_complete(asyncio.wait_for(work, 60))
+        return self.loop.run_until_complete(asyncio.wait_for(work, RUN_S))
 
     def close(self) -> None:
+        """Gives back all memory and descriptors, so that thousands of these fit one process."""
         self.core.close()
+        self.core.residency.table.close()
+        self.core.ram.pool.close()
         self.loop.close()
 
-    def session(self, staging_nbytes: int = MIB) -> Session:
-        welcome = self.core.sessions.open(
-            HelloFacts("test", (1,), staging_nbytes, "", 0, 0, 0)
-        )
-        for offer in welcome.fds:
-            import os
+    def check(self) -> None:
+        """Every audit that there is."""
+        self.core.service.check()
+        self.core.ram.check()
 
-            os.close(offer.fd)
+    def check_at_rest(self) -> None:
+        """Also what holds while no commit runs: no slot is held by anything but a block."""
+        self.check()
+        columns = self.core.residency.columns
+        ids = columns.in_use()
+        slots = int(self.core.ram.slabs.slot_nbytes(columns.address[ids]).sum())
+        assert self.core.ram.slabs.used_nbytes == slots, "slots that no block has"
+        assert self.core.service.commits.in_flight == 0, "commits in flight"
+        assert self.core.service.commits_running == 0, "commits that run"
+
+    # --- sessions and namespaces
+
+    def session(self, staging_nbytes: int = MIB) -> Session:
+        welcome = close_offers(self.core.sessions.open(hello(staging_nbytes)))
         return self.core.sessions.get(welcome.token)
 
     def open(
         self, session: Session, wanted: NamespaceSpec | None = None, ranks: Sequence[int] = ()
     ) -> OpenedNamespace:
         return self.core.service.open_namespace(session, wanted or spec(), ranks)
+
+    # --- writing
+
+    def lay(
+        self, session: Session, opened: OpenedNamespace, blocks: Sequence[Sequence[bytes]]
+    ) -> list[tuple[int, bytes, bytes]]:
+        """Lays the blocks of each group into staging, one behind the other; the groups of a
+        `CommitOrder`."""
+        groups, at = [], 0
+        for number, of_group in enumerate(blocks):
+            nbytes = opened.namespace_set.spec.groups[number].block_nbytes
+            stride = -(-nbytes // 64) * 64
+            offsets = at + np.arange(len(of_group), dtype="<u8") * stride
+            for offset, block in zip(offsets.tolist(), of_group, strict=True):
+                assert len(block) == nbytes
+                session.staging.buffer[offset : offset + nbytes] = block
+            groups.append((number, b"", offsets.astype("<u8").tobytes()))
+            at += len(of_group) * stride
+        return groups
+
+    async def commit(
+        self,
+        session: Session,
+        opened: OpenedNamespace,
+        keys: Sequence[bytes],
+        groups: Sequence[tuple[int, bytes, bytes]],
+        *,
+        parent: bytes = b"",
+        rank: int = 0,
+    ) -> list[CommitStatus]:
+        """One commit of blocks that lie in staging."""
+        order = CommitOrder(
+            opened.spaces.index, rank, parent, b"".join(keys), groups, AckLevel.RAM, Hints()
+        )
+        status = await self.core.service.commit(session, order)
+        return [CommitStatus(s) for s in status.tolist()]
 
     async def store(
         self,
@@ -118,23 +218,35 @@ class Harness:
         parent: bytes = b"",
         rank: int = 0,
     ) -> list[CommitStatus]:
-        """One commit of one FULL group; the blocks are laid into staging one behind the other."""
-        group = opened.namespace_set.spec.groups[0]
-        stride = -(-group.block_nbytes // 64) * 64
-        for i, block in enumerate(blocks):
-            session.staging.buffer[i * stride : i * stride + len(block)] = block
-        offsets = np.arange(len(keys), dtype="<u8") * stride
-        order = CommitOrder(
-            opened.spaces.index,
-            rank,
-            parent,
-            b"".join(keys),
-            [(0, b"", offsets.tobytes())],
-            AckLevel.RAM,
-            Hints(),
+        """One commit of one FULL group."""
+        groups = self.lay(session, opened, [blocks])
+        return await self.commit(session, opened, keys, groups, parent=parent, rank=rank)
+
+    def put(
+        self,
+        session: Session,
+        opened: OpenedNamespace,
+        keys: Sequence[bytes],
+        *,
+        parent: bytes = b"",
+        rank: int = 0,
+    ) -> list[CommitStatus]:
+        """Stores `block_of` each key and rank, in all groups."""
+        groups = self.lay(
+            session,
+            opened,
+            [
+                [block_of(key, group.block_nbytes, salt_of(rank, number)) for key in keys]
+                for number, group in enumerate(opened.namespace_set.spec.groups)
+            ],
         )
-        status = await self.core.service.commit(session, order)
-        return [CommitStatus(s) for s in status.tolist()]
+        return self.run(self.commit(session, opened, keys, groups, parent=parent, rank=rank))
+
+    # --- reading
+
+    def lookup(self, session: Session, opened: OpenedNamespace, keys: Iterable[bytes]) -> Prefix:
+        packed = b"".join(keys)
+        return self.core.service.lookup(session, opened.spaces.index, packed, Hints())[1]
 
     def acquire(
         self,
@@ -152,8 +264,29 @@ class Harness:
         )
         return grant
 
+    def release(self, session: Session, grant: Grant) -> int:
+        assert grant.lease is not None
+        return self.core.service.release(session, [grant.lease.lease_id])
+
+    def renew(self, session: Session, grant: Grant, ttl_s: float = 10.0) -> RenewStatus:
+        assert grant.lease is not None
+        status, _ = self.core.service.renew(session, [grant.lease.lease_id], ttl_s)
+        return status[0]
+
     def bytes_of(self, grant: Grant, column: int = 0) -> list[bytes]:
         """What a client would read under the lease."""
         space, ids = grant.columns[column]
         addresses = self.core.residency.columns.address[ids].tolist()
         return [bytes(self.core.ram.view(address, space.block_nbytes)) for address in addresses]
+
+    def verify(self, grant: Grant, keys: Sequence[bytes]) -> None:
+        """Everything that was leased is what `put` stored."""
+        leased = keys[grant.first : grant.first + grant.leased]
+        for column, (space, _) in enumerate(grant.columns):
+            salt = salt_of(space.rank, space.group)
+            wanted = [block_of(key, space.block_nbytes, salt) for key in leased]
+            assert self.bytes_of(grant, column) == wanted
+
+
+def salt_of(rank: int, group: int) -> bytes:
+    return b"%d/%d" % (rank, group)

@@ -15,11 +15,16 @@ import grimp
 import pytest
 from importlinter.application.use_cases import read_user_options
 from importlinter.configuration import configure
+from importlinter.contracts.acyclic_siblings import AcyclicSiblingsContract
 from importlinter.contracts.forbidden import ForbiddenContract
 from importlinter.contracts.layers import LayersContract
 
 ROOT = Path(__file__).parents[2]
-TYPES = {"layers": LayersContract, "forbidden": ForbiddenContract}
+TYPES = {
+    "layers": LayersContract,
+    "forbidden": ForbiddenContract,
+    "acyclic_siblings": AcyclicSiblingsContract,
+}
 
 configure()
 OPTIONS = read_user_options(str(ROOT / "pyproject.toml"))
@@ -27,6 +32,8 @@ CONTRACTS = {contract["name"]: contract for contract in OPTIONS.contracts_option
 ROOT_PACKAGES = OPTIONS.session_options["root_packages"]
 
 Arrow = tuple[str, str]
+# The imports that break a contract together: one, or two for a cycle.
+Violation = tuple[Arrow, ...]
 
 
 def layer_names(contract: dict) -> list[list[str]]:
@@ -41,7 +48,7 @@ def layer_names(contract: dict) -> list[list[str]]:
 LAYERS = layer_names(next(c for c in CONTRACTS.values() if c["type"] == "layers"))
 SERVER_LAYERS = [name for layer in LAYERS for name in layer]
 CLIENT_MODULES = [
-    "kvkeep.client",
+    "kvkeep",
     "kvkeep.transport",
     "kvkeep.torch",
     "kvkeep.v1",
@@ -51,7 +58,7 @@ CLIENT_MODULES = [
 
 def planted(module: str) -> str:
     """A module inside a package; the few layers that are single modules stand for themselves."""
-    single = {"__main__", "daemon", "config", "client", "transport", "torch"}
+    single = {"__main__", "daemon", "config", "transport", "torch"}
     return module if module.rpartition(".")[2] in single else f"{module}.planted"
 
 
@@ -64,16 +71,16 @@ def exceptions(contract: dict) -> list[Arrow]:
     ]
 
 
-def forbidden_by_layers(contract: dict) -> Iterator[Arrow]:
+def forbidden_by_layers(contract: dict) -> Iterator[Violation]:
     layers = layer_names(contract)
     for height, layer in enumerate(layers):
         for importer in layer:
             above = [module for higher in layers[:height] for module in higher]
             beside = [module for module in layer if module != importer]
-            yield from ((planted(importer), planted(module)) for module in above + beside)
+            yield from (((planted(importer), planted(module)),) for module in above + beside)
 
 
-def forbidden_by_list(contract: dict) -> Iterator[Arrow]:
+def forbidden_by_list(contract: dict) -> Iterator[Violation]:
     allowed = set(exceptions(contract))
     for source in contract["source_modules"]:
         for importer in SERVER_LAYERS if source == "kvkeep_server" else CLIENT_MODULES:
@@ -82,14 +89,26 @@ def forbidden_by_list(contract: dict) -> Iterator[Arrow]:
                 internal = [name, *map(planted, inside)] if name in ROOT_PACKAGES else [name]
                 for imported in internal:
                     if (planted(importer), imported) not in allowed:
-                        yield planted(importer), imported
+                        yield ((planted(importer), imported),)
 
 
-def forbidden_arrows() -> Iterator[tuple[str, Arrow]]:
-    for name, contract in CONTRACTS.items():
-        generate = forbidden_by_layers if contract["type"] == "layers" else forbidden_by_list
-        for arrow in generate(contract):
-            yield name, arrow
+def forbidden_as_cycle(contract: dict) -> Iterator[Violation]:
+    assert contract["ancestors"] == ROOT_PACKAGES
+    for package in [*CLIENT_MODULES, *SERVER_LAYERS]:
+        one = planted(package)
+        if one != package:
+            yield (one, f"{package}.other"), (f"{package}.other", one)
+
+
+GENERATORS = {
+    "layers": forbidden_by_layers,
+    "forbidden": forbidden_by_list,
+    "acyclic_siblings": forbidden_as_cycle,
+}
+
+
+def violations(contract: dict) -> list[Violation]:
+    return list(GENERATORS[contract["type"]](contract))
 
 
 def graph_with(*arrows: Arrow) -> grimp.ImportGraph:
@@ -122,10 +141,8 @@ def test_a_clean_graph_is_green(contract):
 
 @pytest.mark.parametrize("contract", CONTRACTS.values(), ids=CONTRACTS)
 def test_every_forbidden_arrow_is_red(contract):
-    arrows = [arrow for name, arrow in forbidden_arrows() if name == contract["name"]]
-    assert arrows
-    green = [arrow for arrow in arrows if is_kept(contract, graph_with(arrow))]
-    assert green == []
+    assert violations(contract)
+    assert not [arrows for arrows in violations(contract) if is_kept(contract, graph_with(*arrows))]
 
 
 @pytest.mark.parametrize("contract", CONTRACTS.values(), ids=CONTRACTS)
@@ -154,56 +171,65 @@ def test_a_stray_top_level_module_is_red():
 
 def test_every_arrow_is_covered():
     """The generator must not silently shrink: all pairs of layers, each way it is forbidden."""
-    layers = [arrow for name, arrow in forbidden_arrows() if CONTRACTS[name]["type"] == "layers"]
+    found = violations(next(c for c in CONTRACTS.values() if c["type"] == "layers"))
     heights = [len(layer) for layer in LAYERS]
     above = sum(count * sum(heights[:height]) for height, count in enumerate(heights))
     beside = sum(count * (count - 1) for count in heights)
-    assert len(layers) == len(set(layers)) == above + beside
-    assert {name for name, _ in forbidden_arrows()} == set(CONTRACTS)
+    assert len(found) == len(set(found)) == above + beside
 
 
-def one_real_violation(name: str) -> Arrow:
-    """The first arrow of a contract whose importer's package really exists."""
-    for contract_name, (importer, imported) in forbidden_arrows():
-        package = importer.removesuffix(".planted")
-        tree = "server" if package.startswith("kvkeep_server") else "client"
-        exists = (ROOT / tree / package.replace(".", "/") / "__init__.py").exists()
-        imported_tree = "server" if imported.startswith("kvkeep_server") else "client"
-        target = ROOT / imported_tree / imported.removesuffix(".planted").replace(".", "/")
-        internal = imported.partition(".")[0] in ROOT_PACKAGES
-        there = target.with_suffix(".py").exists() or (target / "__init__.py").exists()
-        if contract_name == name and exists and (there or not internal):
-            return importer, imported.removesuffix(".planted")
-    raise AssertionError(f"no arrow of {name!r} can be planted")
+def file_of(module: str) -> Path:
+    """Where a module lies, relative to the repository."""
+    tree = "server" if module.startswith("kvkeep_server") else "client"
+    return Path(tree, module.replace(".", "/")).with_suffix(".py")
 
 
-@pytest.mark.parametrize("name", CONTRACTS)
-def test_planted_in_the_real_tree_it_turns_the_gate_red(name, tmp_path):
+def one_real_violation(contract: dict) -> Violation:
+    """The first that needs only new modules in packages that really exist."""
+    for arrows in violations(contract):
+        modules = {module for arrow in arrows for module in arrow}
+        internal = [module for module in modules if module.partition(".")[0] in ROOT_PACKAGES]
+        fits = all((ROOT / file_of(module).parent / "__init__.py").exists() for module in internal)
+        if fits and arrows[0][0].endswith(".planted"):
+            return arrows
+    raise AssertionError(f"no violation of {contract['name']!r} can be planted")
+
+
+@pytest.fixture
+def lint(tmp_path):
+    """`lint-imports` on a copy of the real tree, which lies in tmp_path."""
+    ignored = shutil.ignore_patterns("__pycache__", "*.npz")
     for tree in ("server/kvkeep_server", "client/kvkeep"):
-        ignored = shutil.ignore_patterns("__pycache__", "*.npz")
         shutil.copytree(ROOT / tree, tmp_path / tree, ignore=ignored)
     shutil.copy2(ROOT / "pyproject.toml", tmp_path)
-    lint = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"]
-    environment = {"PYTHONPATH": f"{tmp_path}/server:{tmp_path}/client", "NO_COLOR": "1"}
 
-    def result() -> subprocess.CompletedProcess[str]:
+    def run() -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            lint,
+            [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"],
             cwd=tmp_path,
-            env=environment,
+            env={"PYTHONPATH": f"{tmp_path}/server:{tmp_path}/client", "NO_COLOR": "1"},
             capture_output=True,
             text=True,
             timeout=60,
             check=False,
         )
 
-    clean = result()
-    assert clean.returncode == 0, clean.stdout
+    return run
 
-    importer, imported = one_real_violation(name)
-    tree = "server" if importer.startswith("kvkeep_server") else "client"
-    file = tmp_path / tree / f"{importer.replace('.', '/')}.py"
-    file.write_text(f"import {imported}\n")
-    red = result()
-    assert red.returncode != 0, f"{importer} -> {imported}: {red.stdout}"
-    assert f"{importer} -> {imported}" in red.stdout
+
+def test_the_real_tree_is_green(lint):
+    ended = lint()
+    assert ended.returncode == 0, ended.stdout
+
+
+@pytest.mark.parametrize("name", CONTRACTS)
+def test_planted_in_the_real_tree_it_turns_the_gate_red(name, lint, tmp_path):
+    arrows = one_real_violation(CONTRACTS[name])
+    for _, imported in arrows:
+        if imported.endswith((".planted", ".other")):
+            (tmp_path / file_of(imported)).write_text("")
+    for importer, imported in arrows:
+        (tmp_path / file_of(importer)).write_text(f"import {imported}\n")
+    ended = lint()
+    assert ended.returncode != 0, f"{arrows}: {ended.stdout}"
+    assert f"{name} BROKEN" in " ".join(ended.stdout.split())

@@ -9,7 +9,7 @@ import click
 
 import kvkeep
 from kvkeep_server.cli.bench_daemon import DaemonProcess, NoOpRpc
-from kvkeep_server.cli.bench_local import LocalBench, Plan, machine
+from kvkeep_server.cli.bench_local import CHAIN_BLOCKS, LocalBench, Plan, machine
 from kvkeep_server.cli.bench_rows import Row, as_json, as_text, missed
 from kvkeep_server.core.memory_limit import read_memory_limit
 from kvkeep_server.core.quantities import format_size, parse_size, show_size
@@ -44,7 +44,7 @@ def bench() -> None:
 )
 @click.option(
     "--index-blocks",
-    type=click.IntRange(min=8000),
+    type=click.IntRange(min=CHAIN_BLOCKS),
     default=Plan().index_blocks,
     show_default=True,
     help="Further blocks of 4 KiB, so that the index is as large as a real one.",

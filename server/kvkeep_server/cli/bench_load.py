@@ -55,8 +55,8 @@ class Source:
 class BlockSet:
     """The blocks of one size: a namespace, a key each, what is stored so far.
 
-    Blocks are stored in chains; `draw` takes any that are stored, since a look-up asks only whether
-    the keys are there.
+    Blocks are stored in chains, a batch each; `draw` takes any that are stored, since a read asks
+    only whether the keys are there.
     """
 
     def __init__(
@@ -78,9 +78,18 @@ class BlockSet:
         self._keys = np.frombuffer(random.bytes(blocks * KEY_NBYTES), f"V{KEY_NBYTES}")
 
     def draw(self, count: int) -> tuple[NDArray[np.int64], bytes]:
-        """Numbers and packed keys of `count` stored blocks, at random, with repetition."""
-        numbers = self._random.integers(0, self.stored, count)
+        """Numbers and packed keys of `count` different stored blocks, at random."""
+        numbers = self._random.choice(self.stored, count, replace=False)
         return numbers, self._keys[numbers].tobytes()
+
+    def draw_chain(self, count: int, chain_blocks: int) -> bytes:
+        """Packed keys of `count` consecutive blocks of a random chain, from a random place of it.
+
+        The chains are the batches of `store_all(chain_blocks)`.
+        """
+        chain = int(self._random.integers(self.stored // chain_blocks)) * chain_blocks
+        first = chain + int(self._random.integers(chain_blocks - count + 1))
+        return self._keys[first : first + count].tobytes()
 
     def batches(self, blocks: int) -> Iterator[tuple[NDArray[np.int64], bytes]]:
         """The next batches to store, `blocks` each, until the set is full."""

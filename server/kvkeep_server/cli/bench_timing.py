@@ -25,12 +25,14 @@ class Operation:
         run: The timed part; gets what `prepare` returned.
         prepare: Before the clock runs; returns the argument of `run`.
         finish: After it stopped; gets the argument and the result, and raises when that is wrong.
+        settle: After a round or a loop of it: gives back what the calls left.
     """
 
     name: str
     run: Callable[[Any], Any]
     prepare: Callable[[], Any] = lambda: None
     finish: Callable[[Any, Any], None] = lambda _given, _result: None
+    settle: Callable[[], None] = lambda: None
 
     def once(self) -> float:
         """Runs it; returns the seconds of the timed part."""
@@ -82,6 +84,7 @@ def interleaved(turns: Sequence[tuple[Operation, int]], rounds: int) -> dict[str
     for _ in range(rounds):
         for operation, calls in turns:
             measured[operation.name].append(tuple(operation.once() for _ in range(calls)))
+            operation.settle()
     return {name: Samples(tuple(rounds_)) for name, rounds_ in measured.items()}
 
 
@@ -94,6 +97,7 @@ def loop(operation: Operation, seconds: float, *, pause_s: float) -> Samples:
         if pause_s:
             pause.wait(pause_s)
         taken.append(operation.once())
+    operation.settle()
     return Samples((tuple(taken),))
 
 

@@ -7,6 +7,7 @@ from importlib.metadata import version
 
 import click
 
+import kvkeep as client
 from kvkeep_server.cli.bench import bench
 from kvkeep_server.cli.config import config
 from kvkeep_server.cli.demo import demo
@@ -41,7 +42,7 @@ def run(arguments: Sequence[str]) -> int:
         sys.stdout.flush()
     except ConfigError as error:
         return _fail(str(error), EXIT_CONFIG)
-    except KVKeepError as error:
+    except (KVKeepError, client.KVKeepError) as error:
         return _fail(str(error), EXIT_FAILED)
     except click.ClickException as error:
         error.show()

@@ -53,7 +53,8 @@ class KeyBatch:
 
     def pack(self) -> bytes:
         """The wire form."""
-        raw = np.ascontiguousarray(self.words).view(np.uint8).reshape(len(self), -1)
+        nbytes = self.words.shape[1] * 8
+        raw = np.ascontiguousarray(self.words).view(np.uint8).reshape(len(self), nbytes)
         return raw[:, : self.key_nbytes].tobytes()
 
     def slice(self, start: int, stop: int) -> "KeyBatch":

@@ -139,23 +139,23 @@ class Memfd:
     buffer: memoryview
     offset: int
     huge: bool
-    _client_writes: bool
+    _client_fd: int
 
     def client_fd(self) -> int:
-        """A new descriptor to hand to a client: read-only where only the daemon writes. The caller
-        closes it.
+        """A new descriptor to hand to a client: read-only where only the daemon writes.
+
+        The caller closes it. Clients share its file offset, so they map it, or use pread.
 
         Raises:
             OSError: out of descriptors.
         """
-        if self._client_writes:
-            return os.dup(self.fd)
-        return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
+        return os.dup(self._client_fd)
 
     def close(self) -> None:
         """Closes the descriptor and forgets the map, which goes with its last view. Idempotent."""
         if self.fd >= 0:
             os.close(self.fd)
+            os.close(self._client_fd)
             self.fd = -1
             self.buffer = memoryview(b"")
 
@@ -206,12 +206,17 @@ def create_sealed(
         collapsed = huge and _collapse(target, offset, nbytes)
         if touch:
             _populate(target, offset, nbytes)
+        client_fd = _reopen_read_only(fd) if future_write_seal else os.dup(fd)
     except BaseException:
         target.unmap(offset, nbytes)
         os.close(fd)
         raise
-    buffer = target.view[offset : offset + nbytes]
-    return Memfd(fd, nbytes, buffer, offset, collapsed, not future_write_seal)
+    return Memfd(fd, nbytes, target.view[offset : offset + nbytes], offset, collapsed, client_fd)
+
+
+def _reopen_read_only(fd: int) -> int:
+    """Once, before a client has the file: who has it may take a lease that makes an open wait."""
+    return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
 
 
 def _seal(fd: int, *, future_write_seal: bool) -> None:

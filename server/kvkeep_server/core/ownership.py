@@ -1,15 +1,23 @@
 """One daemon per runtime directory: a lock that dies with its holder, and a record of who holds
 it."""
 
+import errno
 import fcntl
 import os
+import re
 import socket
 import stat
+import threading
 from pathlib import Path
 
 from kvkeep_server.core.errors import FailedPreconditionError
 
 _LOCK_NAME = "kvkeep.lock"
+# The holder writes its name right after it took the lock: how often, and how long apart, to look.
+_NAME_LOOKS = 50
+_NAME_PAUSE_S = 0.01
+# What connect() says when somebody listens there: its backlog is full, or it is of another kind.
+_SERVED = {errno.EAGAIN, errno.EPROTOTYPE}
 
 
 class Ownership:
@@ -49,7 +57,7 @@ class Ownership:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = os.read(fd, 200).decode(errors="replace").strip() or "pid unknown"
+            holder = _name_of_holder(fd)
             os.close(fd)
             msg = f"another daemon serves {self._dir} ({holder}); stop it, or give --runtime-dir"
             raise FailedPreconditionError(msg) from None
@@ -77,8 +85,9 @@ class Ownership:
                 path.unlink()
                 return
             except OSError as error:
-                msg = f"{path}: {error.strerror}; remove it, or name another --runtime-dir"
-                raise FailedPreconditionError(msg) from error
+                if error.errno not in _SERVED:
+                    msg = f"{path}: {error.strerror}; remove it, or name another --runtime-dir"
+                    raise FailedPreconditionError(msg) from error
         msg = f"{path} is served by another process; stop it, or name another --runtime-dir"
         raise FailedPreconditionError(msg)
 
@@ -87,3 +96,15 @@ class Ownership:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+def _name_of_holder(fd: int) -> str:
+    """What the holder of the lock wrote into it. Until then a dead one's name may stand there."""
+    pause, name = threading.Event(), ""
+    for _ in range(_NAME_LOOKS):
+        name = os.pread(fd, 200, 0).decode(errors="replace").strip()
+        pid = re.match(r"pid (\d+)\b", name)
+        if pid is not None and Path("/proc", pid[1]).exists():
+            break
+        pause.wait(_NAME_PAUSE_S)
+    return name or "pid unknown"

@@ -4,7 +4,7 @@ import re
 from decimal import Decimal
 
 SIZE_UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-DURATION_UNITS = {"ms": Decimal("0.001"), "s": 1, "m": 60, "h": 3600, "d": 86400}
+DURATION_UNITS_MS = {"ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
 
 # At most 15 digits in all, so that no arithmetic below can grow.
 _QUANTITY = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,3})?) ?([A-Za-z]+)")
@@ -37,18 +37,18 @@ def show_size(nbytes: int) -> str:
 
 
 def parse_duration(text: str) -> float | None:
-    """Seconds of "30s"; None if it is not a number in a unit of `DURATION_UNITS`."""
+    """Seconds of "30s"; None if it is not a number in a unit of `DURATION_UNITS_MS`."""
     match = _QUANTITY.fullmatch(text)
-    if match is None or match[2] not in DURATION_UNITS:
+    if match is None or match[2] not in DURATION_UNITS_MS:
         return None
-    return float(Decimal(match[1]) * DURATION_UNITS[match[2]])
+    return float(Decimal(match[1]) * DURATION_UNITS_MS[match[2]] / 1000)
 
 
 def format_duration(seconds: float) -> str:
     """The shortest exact spelling that `parse_duration` reads back, down to a millisecond."""
     milliseconds = round(seconds * 1000)
-    for unit, factor in reversed(DURATION_UNITS.items()):
-        count, rest = divmod(milliseconds, int(factor * 1000))
+    for unit, factor in reversed(DURATION_UNITS_MS.items()):
+        count, rest = divmod(milliseconds, factor)
         if count and not rest:
             return f"{count}{unit}"
     return f"{milliseconds}ms"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvkeep_server.core.quantities import (
-    DURATION_UNITS,
+    DURATION_UNITS_MS,
     SIZE_UNITS,
     format_duration,
     format_size,
@@ -183,7 +183,7 @@ class Duration:
         guess = f"{match[1]}{match[2].lower()}" if match is not None else ""
         if parse_duration(guess) is not None:
             return f'write "{guess}"'
-        units = ", ".join(DURATION_UNITS)
+        units = ", ".join(DURATION_UNITS_MS)
         return f'write a number and one of the units {units}, "30s" for instance'
 
     def render(self, value: Value) -> str:

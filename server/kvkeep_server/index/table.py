@@ -65,7 +65,11 @@ class IndexTable:
         self.live_rows = 0
         self.removed_rows = 0
         self.memfd: Memfd = create_sealed(
-            f"kvkeep-index-{table_id}", self.geometry.nbytes, future_write_seal=True
+            f"kvkeep-index-{table_id}",
+            self.geometry.nbytes,
+            future_write_seal=True,
+            huge=True,
+            touch=True,
         )
         header = encode_header(
             geometry=self.geometry,
@@ -83,6 +87,7 @@ class IndexTable:
         self._state = np.frombuffer(self.memfd.buffer, np.uint32, 1, STATE_OFFSET)
         self._bucket_tags: U64 = self._tag.reshape(-1, BUCKET_ROWS)
         self.ids: NDArray[np.int32] = np.full(self.geometry.rows, -1, np.int32)
+        self._bucket_ids: NDArray[np.int32] = self.ids.reshape(-1, BUCKET_ROWS)
 
     def _column(self, number: int, kind: type[Word]) -> NDArray[Word]:
         assert COLUMNS[number][1] is kind
@@ -143,24 +148,23 @@ class IndexTable:
         """Adds rows. The tags must be absent and differ from each other.
 
         Raises:
-            TableFullError: Nothing was added.
+            TableFullError: Nothing was added, and nothing of it was ever visible.
         """
         rows = np.full(len(tags), -1, np.int64)
         bucket = home_buckets(tags, self.geometry.buckets)
         pending = np.arange(len(tags))
-        for _ in range(PROBED_BUCKETS_MAX):
+        for _ in range(min(PROBED_BUCKETS_MAX, self.geometry.buckets)):
             placed, at = self._place(pending, bucket)
             if len(placed):
                 rows[placed] = at
-                self._write(
-                    at, tags[placed], checks[placed], addresses[placed], generations[placed]
-                )
+                # Takes the rows, where clients do not see it: they see all of a batch or nothing.
                 self.ids[at] = ids[placed]
                 pending = np.setdiff1d(pending, placed, assume_unique=True)
             if not len(pending):
+                self._write(rows, tags, checks, addresses, generations)
                 return rows
             bucket[pending] = (bucket[pending] + 1) % self.geometry.buckets
-        self.remove(rows[rows >= 0])
+        self.ids[rows[rows >= 0]] = -1
         msg = f"index table with {self.geometry.rows} rows, {self.live_rows} of them used"
         raise TableFullError(msg)
 
@@ -172,7 +176,7 @@ class IndexTable:
         starts = np.ones(len(pending), bool)
         starts[1:] = wanted[1:] != wanted[:-1]
         rank = position - np.maximum.accumulate(np.where(starts, position, 0))
-        free_so_far = (self._bucket_tags[wanted] <= _REMOVED).cumsum(axis=1)
+        free_so_far = (self._bucket_ids[wanted] < 0).cumsum(axis=1)
         fits = rank < free_so_far[:, -1]
         lanes = (free_so_far[fits] == (rank[fits] + 1)[:, None]).argmax(axis=1)
         return pending[fits], wanted[fits] * BUCKET_ROWS + lanes
@@ -256,4 +260,4 @@ class IndexTable:
         found, collides = self.find(self._tag[rows], self._check[rows])
         assert not collides.any(), "two rows of one tag"
         assert (found == rows).all(), "a live row is out of reach"
-        assert (self.ids[rows] >= 0).all(), "a live row without an id"
+        assert ((self.ids >= 0) == live).all(), "ids of live rows, and of no others"

@@ -40,9 +40,7 @@ class BlockTree:
             self._grow(capacity)
         assert not self._resident[ids].any(), "insert of a resident block"
         self._resident[ids] = True
-        self._pinned[ids] = False
         self._parents[ids] = parents
-        self._children[ids] = 0
         linked = parents[parents >= 0]
         assert self._resident[linked].all(), "a parent that is not resident"
         np.add.at(self._children, linked, 1)

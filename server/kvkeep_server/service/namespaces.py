@@ -10,7 +10,7 @@ import hashlib
 import re
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 from kvkeep_server.core.errors import (
     InvalidArgumentError,
@@ -20,14 +20,15 @@ from kvkeep_server.core.errors import (
 )
 from kvkeep_server.core.keys import KEY_NBYTES_MAX, KEY_NBYTES_MIN
 from kvkeep_server.core.results import GroupKind, StateMode
-from kvkeep_server.tiering.keyspaces import Keyspace, KeyspaceSet
+from kvkeep_server.tiering.keyspaces import KEYSPACES_MAX, Keyspace, KeyspaceSet
 
 STRING_NBYTES_MAX = 1024
 GROUPS_MAX = 16
-SWITCHES_MAX = 256
+SWITCHES_NBYTES_MAX = 8192
 RANKS_MAX = 4096
 _GROUP_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _NEAR_FIELDS_MAX = 2
+_NEAR_SETS_MAX = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +192,8 @@ class Namespaces:
         Raises:
             InvalidArgumentError: Names the field.
             UnsupportedError: A group kind that this release does not serve.
-            ResourceExhaustedError: `namespaces_max` handles are open.
+            ResourceExhaustedError: `namespaces_max` handles are open, or more shards than can be
+                numbered.
         """
         self._check(spec)
         ranks = _checked_ranks(spec, local_ranks)
@@ -202,13 +204,15 @@ class Namespaces:
         if len(self._opened) >= self._namespaces_max:
             msg = f"limits.namespaces_max = {self._namespaces_max} namespaces are open; raise it"
             raise ResourceExhaustedError(msg, retry_after_s=60.0)
-        namespace_set = self._sets.setdefault(set_id, NamespaceSet(spec, set_id))
-        local = [
-            self._keyspace(namespace_set, rank, group)
+        shards = [
+            (rank, number)
             for rank in ranks
-            for group in range(len(spec.groups))
-            if spec.groups[group].kind == GroupKind.FULL
+            for number, group in enumerate(spec.groups)
+            if group.kind == GroupKind.FULL
         ]
+        self._check_room(set_id, shards)
+        namespace_set = self._sets.setdefault(set_id, NamespaceSet(spec, set_id))
+        local = [self._keyspace(namespace_set, rank, group) for rank, group in shards]
         handle = len(self._opened)
         spaces = KeyspaceSet(handle, tuple(local), namespace_set.siblings)
         self._opened.append(OpenedNamespace(spaces, namespace_set, ranks))
@@ -227,18 +231,28 @@ class Namespaces:
         return self._opened[set_index]
 
     def near_misses(self, spec: NamespaceSpec) -> list[tuple[bytes, list[str]]]:
-        """Other sets of the same tenant that differ in at most two fields, and in which."""
+        """Other sets of the same tenant that differ in at most two fields, and in which; the
+        nearest first."""
         near = []
+        wanted, set_id = _identity(spec), set_id_of(spec)
         for other in self._sets.values():
-            if other.spec.tenant == spec.tenant and other.spec != spec:
-                differing = [
-                    f.name
-                    for f in fields(spec)
-                    if getattr(spec, f.name) != getattr(other.spec, f.name)
-                ]
+            if other.spec.tenant == spec.tenant and other.set_id != set_id:
+                theirs = _identity(other.spec)
+                differing = [f.name for f in fields(spec) if wanted[f.name] != theirs[f.name]]
                 if len(differing) <= _NEAR_FIELDS_MAX:
                     near.append((other.set_id, differing))
-        return near
+        near.sort(key=lambda found: len(found[1]))
+        return near[:_NEAR_SETS_MAX]
+
+    def _check_room(self, set_id: bytes, shards: Sequence[tuple[int, int]]) -> None:
+        known = self._sets.get(set_id)
+        new = [shard for shard in shards if known is None or shard not in known.keyspaces]
+        if self._keyspaces + len(new) > KEYSPACES_MAX:
+            msg = (
+                f"{self._keyspaces} shards (a rank's group each) are open and {KEYSPACES_MAX} "
+                f"may be; this one has {len(new)}: name the local_ranks of this host only"
+            )
+            raise ResourceExhaustedError(msg, retry_after_s=60.0)
 
     def _keyspace(self, namespace_set: NamespaceSet, rank: int, group: int) -> Keyspace:
         keyspace = namespace_set.keyspaces.get((rank, group))
@@ -283,6 +297,13 @@ class Namespaces:
             raise UnsupportedError(msg)
 
     def _check_group(self, group: GroupSpec) -> None:
+        if not _GROUP_NAME.fullmatch(group.name):
+            raise InvalidArgumentError(
+                "spec.groups.name",
+                group.name,
+                "1 to 64 characters of [A-Za-z0-9_.-]",
+                "give it a short name",
+            )
         where = f"spec.groups[{group.name!r}]"
         if not 0 < group.block_nbytes <= self._block_nbytes_max:
             raise InvalidArgumentError(
@@ -298,6 +319,13 @@ class Namespaces:
                 "such groups are served from the next release on"
             )
             raise UnsupportedError(msg)
+
+
+def _identity(spec: NamespaceSpec) -> dict[str, object]:
+    """What of a specification makes it another namespace, by field."""
+    values = {f.name: getattr(spec, f.name) for f in fields(spec)}
+    values["groups"] = [replace(group, retention_class="") for group in spec.groups]
+    return values
 
 
 _FIX_NAME = "name it exactly; what is not named cannot be told apart"
@@ -323,11 +351,12 @@ def _check_names(spec: NamespaceSpec) -> None:
                 f"at most {STRING_NBYTES_MAX} bytes of UTF-8",
                 "give a digest",
             )
-    if len(spec.layout_switches) > SWITCHES_MAX:
+    nbytes = sum(len(switch.encode()) for switch in spec.layout_switches)
+    if nbytes > SWITCHES_NBYTES_MAX:
         raise InvalidArgumentError(
             "spec.layout_switches",
-            len(spec.layout_switches),
-            f"at most {SWITCHES_MAX}",
+            f"{nbytes} bytes",
+            f"at most {SWITCHES_NBYTES_MAX} bytes together",
             "give a digest of them",
         )
     for switch in spec.layout_switches:
@@ -366,13 +395,6 @@ def _check_numbers(spec: NamespaceSpec) -> None:
 
 
 def _check_kind(group: GroupSpec, where: str) -> None:
-    if not _GROUP_NAME.fullmatch(group.name):
-        raise InvalidArgumentError(
-            "spec.groups.name",
-            group.name,
-            "1 to 64 characters of [A-Za-z0-9_.-]",
-            "give it a short name",
-        )
     if group.tokens_per_block <= 0:
         raise InvalidArgumentError(
             f"{where}.tokens_per_block", group.tokens_per_block, "above 0", "set it"

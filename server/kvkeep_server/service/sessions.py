@@ -6,8 +6,11 @@ when the copies that run from it are done.
 """
 
 import asyncio
+import os
 import random
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Protocol
@@ -111,9 +114,11 @@ class Session:
         seen_s: Monotonic seconds of its last sign of life.
         opened: Handles of the namespace sets that it opened.
         events: Waiting for its Attach stream.
+        news: Set when its Attach streams have something to look at.
+        sequence: Of the last event.
         copies: Running copies from its staging.
         attach_number: Counts the Attach streams; only the newest may go on.
-        over: Set when the session ended.
+        over: The session ended.
     """
 
     session_id: int
@@ -123,11 +128,12 @@ class Session:
     ring: TouchRing
     seen_s: float
     opened: set[int] = field(default_factory=set)
-    events: asyncio.Queue[Event] = field(default_factory=lambda: asyncio.Queue(_EVENTS_QUEUED_MAX))
+    events: deque[Event] = field(default_factory=deque)
+    news: asyncio.Event = field(default_factory=asyncio.Event)
     sequence: int = 0
     copies: int = 0
     attach_number: int = 0
-    over: asyncio.Event = field(default_factory=asyncio.Event)
+    over: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,12 +207,7 @@ class Sessions:
             ResourceExhaustedError: Too many sessions, or too much staging.
         """
         nbytes = self._checked_staging(facts)
-        try:
-            staging = create_sealed("kvkeep-staging", nbytes, future_write_seal=False)
-            ring = TouchRing(records=self.limits.touch_records)
-        except OSError as error:
-            msg = f"no memory for {nbytes} bytes of staging ({error}); ask for less"
-            raise ResourceExhaustedError(msg, retry_after_s=1.0) from error
+        staging, ring, fds = self._make_memory(nbytes)
         session = Session(
             self._next_id,
             self._source.randbytes(TOKEN_NBYTES),
@@ -219,11 +220,26 @@ class Sessions:
         self._staging_nbytes += nbytes
         self._by_id[session.session_id] = session
         self._by_token[session.token] = session
-        fds = [
-            FdOffer(FdKind.STAGING, 0, nbytes, staging.client_fd()),
-            FdOffer(FdKind.TOUCH_RING, 0, ring.memfd.nbytes, ring.memfd.client_fd()),
-        ]
-        return Welcome(session.session_id, session.token, self._server_epoch, fds + self._offers())
+        return Welcome(session.session_id, session.token, self._server_epoch, fds)
+
+    def _make_memory(self, nbytes: int) -> tuple[Memfd, TouchRing, list[FdOffer]]:
+        """A session's memory, and the descriptors that its client gets; all or nothing."""
+        fds: list[FdOffer] = []
+        with ExitStack() as undo:
+            undo.callback(_close_offers, fds)
+            try:
+                staging = create_sealed("kvkeep-staging", nbytes, future_write_seal=False)
+                undo.callback(staging.close)
+                ring = TouchRing(records=self.limits.touch_records)
+                undo.callback(ring.close)
+                fds.append(FdOffer(FdKind.STAGING, 0, nbytes, staging.client_fd()))
+                fds.append(FdOffer(FdKind.TOUCH_RING, 0, ring.memfd.nbytes, ring.memfd.client_fd()))
+                fds += self._offers()
+            except OSError as error:
+                msg = f"no memory or descriptors for {nbytes} bytes of staging ({error}); try again"
+                raise ResourceExhaustedError(msg, retry_after_s=1.0) from error
+            undo.pop_all()
+        return staging, ring, fds
 
     def _checked_staging(self, facts: HelloFacts) -> int:
         if LAYOUT_VERSION not in facts.layout_versions:
@@ -284,7 +300,8 @@ class Sessions:
             return
         del self._by_token[session.token]
         self.ended_total += 1
-        session.over.set()
+        session.over = True
+        session.news.set()
         if self.sender is not None:
             self.sender.hang_up(session_id)
         self._on_end(session)
@@ -303,24 +320,19 @@ class Sessions:
         session.attach_number += 1
         number = session.attach_number
         timeout_ms = round(self.limits.timeout_s * 1000)
-        session.sequence += 1
         values = {"server_epoch": self._server_epoch, "session_timeout_ms": timeout_ms}
-        yield Event(session.sequence, "attached", values)
-        over = asyncio.create_task(session.over.wait())
-        try:
-            while not session.over.is_set():
-                waiting = asyncio.create_task(session.events.get())
-                await asyncio.wait((waiting, over), return_when=asyncio.FIRST_COMPLETED)
-                if not waiting.done():
-                    waiting.cancel()
-                    return
-                if session.attach_number != number:
-                    session.events.put_nowait(waiting.result())
-                    msg = "another Attach stream of this session took over"
-                    raise FailedPreconditionError(msg)
-                yield waiting.result()
-        finally:
-            over.cancel()
+        self.tell(session, "attached", values)
+        while True:
+            if session.attach_number != number:
+                msg = "another Attach stream of this session took over"
+                raise FailedPreconditionError(msg)
+            if session.events:
+                yield session.events.popleft()
+            elif session.over:
+                return
+            else:
+                session.news.clear()
+                await session.news.wait()
 
     def silent(self) -> list[Session]:
         """Sessions that gave no sign of life for `timeout_s`."""
@@ -334,7 +346,7 @@ class Sessions:
     def end_copy(self, session: Session) -> None:
         """See `begin_copy`."""
         session.copies -= 1
-        if session.over.is_set():
+        if session.over:
             self._free_memory(session)
 
     def _free_memory(self, session: Session) -> None:
@@ -351,14 +363,28 @@ class Sessions:
         session.sequence += 1
         if fds and self.sender is not None:
             self.sender.send(session.session_id, session.sequence, fds)
-        try:
-            session.events.put_nowait(Event(session.sequence, name, values))
-        except asyncio.QueueFull:
-            self.end(session.session_id, "events")
+        elif fds:
+            _close_offers(fds)
+        if len(session.events) >= _EVENTS_QUEUED_MAX:
+            self.end(session.session_id, "does not take its events")
+            return
+        session.events.append(Event(session.sequence, name, values))
+        session.news.set()
 
     def tell_all(
         self, name: str, values: dict[str, int], offers: Callable[[], list[FdOffer]] | None = None
     ) -> None:
-        """Queues an event for every session; `offers` makes fresh descriptors for each."""
+        """Queues an event for every session; `offers` makes fresh descriptors for each. A session
+        for which there are none is ended: it would miss what they bring for ever."""
         for session in self:
-            self.tell(session, name, values, offers() if offers else None)
+            try:
+                fds = offers() if offers else None
+            except OSError as error:
+                self.end(session.session_id, f"no descriptors for it: {error.strerror}")
+                continue
+            self.tell(session, name, values, fds)
+
+
+def _close_offers(fds: list[FdOffer]) -> None:
+    for offer in fds:
+        os.close(offer.fd)

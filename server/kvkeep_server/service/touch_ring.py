@@ -17,6 +17,8 @@ LAYOUT_VERSION = 1
 HEADER_NBYTES = 4096
 NO_ROW = 0xFFFFFFFF
 _HEAD_OFFSET = 64
+# No client writes so many records between two drains: its head is garbage.
+_BEHIND_MAX = 1 << 24
 
 RECORD = np.dtype(
     [
@@ -78,7 +80,7 @@ class TouchRing:
         one."""
         head = int(self._head[0])
         behind = head - self._tail
-        if not 0 <= behind < 1 << 48:
+        if not 0 <= behind <= _BEHIND_MAX:
             # The client moved its head backwards or far ahead: start anew from there.
             self._tail = head
             return Drained(np.empty(0, RECORD), 0, 1)

@@ -7,6 +7,9 @@ import xxhash
 
 from kvkeep_server.core.results import GroupKind
 
+# Their numbers are u16 in the columns of blocks.
+KEYSPACES_MAX = 1 << 16
+
 
 @dataclass(frozen=True, slots=True)
 class Keyspace:

@@ -47,6 +47,21 @@ class Lease:
     holders: set[int] = field(default_factory=set)
 
 
+@dataclass(frozen=True, slots=True)
+class LeaseLimits:
+    """Limits of leases.
+
+    Attributes:
+        ttl_s: Default and upper limit of a lease's life.
+        leases_max: Live leases at most.
+        remembered_max: Expired leases that can still be renewed.
+    """
+
+    ttl_s: float
+    leases_max: int
+    remembered_max: int
+
+
 class Leases:
     """All leases of the daemon. Event loop only.
 
@@ -54,28 +69,17 @@ class Leases:
         residency: Whose units are pinned.
         clock: For expiry.
         source: Draws lease ids.
-        ttl_s: Default and upper limit of a lease's life.
-        leases_max: Live leases at most.
-        remembered_max: Expired leases that can still be renewed.
+        limits: See `LeaseLimits`.
     """
 
     def __init__(
-        self,
-        *,
-        residency: Residency,
-        clock: Clock,
-        source: random.Random,
-        ttl_s: float,
-        leases_max: int,
-        remembered_max: int,
+        self, *, residency: Residency, clock: Clock, source: random.Random, limits: LeaseLimits
     ) -> None:
         """See the class."""
         self._residency = residency
         self._clock = clock
         self._source = source
-        self.ttl_s = ttl_s
-        self._leases_max = leases_max
-        self._remembered_max = remembered_max
+        self._limits = limits
         self._live: dict[int, Lease] = {}
         self._expired: OrderedDict[int, Lease] = OrderedDict()
         self._of_session: dict[int, set[int]] = {}
@@ -89,7 +93,7 @@ class Leases:
 
     def life_s(self, asked_s: float) -> float:
         """The life that a lease gets when `asked_s` was asked for (0 = default)."""
-        return min(asked_s, self.ttl_s) if asked_s > 0 else self.ttl_s
+        return min(asked_s, self._limits.ttl_s) if asked_s > 0 else self._limits.ttl_s
 
     def open(
         self, *, session_id: int, set_index: int, units: I64, blocks: I64, nbytes: int, ttl_s: float
@@ -99,13 +103,11 @@ class Leases:
         Raises:
             ResourceExhaustedError: `leases_max` leases live.
         """
-        if len(self._live) >= self._leases_max:
+        if len(self._live) >= self._limits.leases_max:
             self.expire()
-        if len(self._live) >= self._leases_max:
-            msg = (
-                f"leases.leases_max = {self._leases_max} leases are live; release some or raise it"
-            )
-            raise ResourceExhaustedError(msg, retry_after_s=min(1.0, self.ttl_s))
+        if len(self._live) >= self._limits.leases_max:
+            msg = f"leases.leases_max = {self._limits.leases_max} leases are live; release some or raise it"
+            raise ResourceExhaustedError(msg, retry_after_s=min(1.0, self._limits.ttl_s))
         lease_id = 0
         while lease_id == 0 or lease_id in self._live or lease_id in self._expired:
             lease_id = self._source.getrandbits(64)
@@ -223,7 +225,7 @@ class Leases:
                 self._stop(lease)
                 self._expired[lease_id] = lease
                 ended += 1
-                while len(self._expired) > self._remembered_max:
+                while len(self._expired) > self._limits.remembered_max:
                     self._expired.popitem(last=False)
         if len(self._due) > 4 * len(self._live) + 1024:
             self._due = [(lease.expires_s, lease_id) for lease_id, lease in self._live.items()]

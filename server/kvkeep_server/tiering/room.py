@@ -7,6 +7,7 @@ slab changes hands.
 """
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 
 from kvkeep_server.core.errors import ResourceExhaustedError
@@ -17,6 +18,7 @@ from kvkeep_server.tiers.ram.tier import RamTier, Reservation
 # Victims are asked for in batches: the policy's cost a victim falls with the batch, the overshoot
 # grows with it.
 _BATCH_MIN = 16
+_GROWTH_WAIT_S = 0.25
 
 
 class RoomMaker:
@@ -36,6 +38,7 @@ class RoomMaker:
         self._residency = residency
         self._publish_table = publish_table
         self._rebuilding: asyncio.Task[None] | None = None
+        self._growing: asyncio.Task[bool] | None = None
 
     async def reserve(self, sizes: Sequence[int], count: int) -> list[Reservation]:
         """Reserves up to `count` slots of each size: the same number of each, 0 when nothing may
@@ -48,7 +51,7 @@ class RoomMaker:
         """
         for nbytes in sizes:
             if self._ram.slabs.room(nbytes) < count:
-                await self._ram.ensure_room(nbytes, count)
+                await self._grow(nbytes, count)
         await self.index_rows(count * len(sizes))
         while True:
             # No await from here on: what is evicted for this commit must not go to another one.
@@ -62,6 +65,26 @@ class RoomMaker:
             for slots in reserved:
                 slots.abort()
             count = fewest
+
+    def grow_ahead(self) -> None:
+        """Begins to grow the pool before commits need it. Call it now and then."""
+        slabs, chunk_nbytes = self._ram.slabs, self._ram.pool.settings.chunk_nbytes_max
+        scarce = 2 * (slabs.free_nbytes + slabs.uncut_nbytes) < chunk_nbytes
+        if scarce and self._ram.pool.can_grow and self._growing is None:
+            self._growing = asyncio.create_task(self._ram.grow())
+            self._growing.add_done_callback(self._grown)
+
+    def _grown(self, task: asyncio.Task[bool]) -> None:
+        self._growing = None
+        if not task.cancelled():
+            task.result()
+
+    async def _grow(self, nbytes: int, count: int) -> None:
+        """Waits for growth, but not for long: a chunk may take seconds on a busy host, and a commit
+        can do with eviction instead. The growth itself goes on.
+        """
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._ram.ensure_room(nbytes, count), _GROWTH_WAIT_S)
 
     def _evict_for(self, nbytes: int, count: int) -> None:
         """Evicts until `count` slots of this size are free, or nothing more may leave."""

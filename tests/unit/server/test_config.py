@@ -80,7 +80,7 @@ def test_both_entry_points_end_with_78(command, arguments, tmp_path):
     assert ended.stdout == ""
     assert ended.stderr == (
         f"kvkeep: {bad}: ram.sise is not a key; allowed in [ram]: size, chunk, slab, policy,"
-        " admission, prefetch, huge_pages; fix: did you mean ram.size?\n"
+        " admission, huge_pages; fix: did you mean ram.size?\n"
     )
 
 

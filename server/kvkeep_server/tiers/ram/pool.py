@@ -249,8 +249,8 @@ class Pool:
     def _stamp(self, addresses: Addresses, first: int) -> NDArray[np.uint64]:
         """Writes new generations of one parity.
 
-        Every chunk of the batch skips the same count, so that chunks need no loop; 48 bits last for
-        2^47 blocks a chunk and batch size, decades at any rate that memory allows.
+        Every chunk of the batch skips the count of the whole batch, so that chunks need no loop.
+        48 bits last for decades all the same, at any rate that memory allows.
         """
         count = len(addresses)
         chunks = (addresses >> _U32).view(np.int64)
@@ -279,8 +279,8 @@ class Pool:
         return nbytes
 
     def _part_min(self) -> int:
-        part = self.settings.chunk_nbytes_max // _PART_MIN
-        return max(round_up(part, PAGE_NBYTES), self.settings.chunk_nbytes_min)
+        full = min(self.settings.chunk_nbytes_max, self.settings.limit_nbytes)
+        return max(round_up(full // _PART_MIN, PAGE_NBYTES), self.settings.chunk_nbytes_min)
 
     def _affordable(self, nbytes: int) -> int:
         """What of it the free memory allows: all, or a smaller chunk."""
@@ -300,7 +300,7 @@ class Pool:
     def _range_nbytes(self) -> int:
         """Addresses for the limit, however many chunks it comes in."""
         limit = self.settings.limit_nbytes
-        chunks = limit // min(self._part_min(), self.settings.chunk_nbytes_max) + 2
+        chunks = limit // self._part_min() + 2
         return round_up(limit, PAGE_NBYTES) + chunks * HUGE_PAGE_NBYTES
 
     def _create(self, nbytes: int, within: AddressRange) -> Memfd:

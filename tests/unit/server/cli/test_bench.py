@@ -40,7 +40,7 @@ from kvkeep_server.core.memory_limit import MemoryLimit
 MiB = 1 << 20
 # 64 blocks of 2 MiB are 128 MiB, whatever the plan; the rest is as small as it can be.
 SMALL = Plan(
-    resident_nbytes=MiB, index_blocks=8000, source_nbytes=128 * MiB, rounds=1, round_s=0, busy_s=0
+    resident_nbytes=MiB, index_blocks=8192, source_nbytes=128 * MiB, rounds=1, round_s=0, busy_s=0
 )
 
 
@@ -89,6 +89,9 @@ class DictStore:
 @dataclass
 class DictClient:
     spoil: object = staticmethod(lambda _buffer: None)
+
+    def stats(self):
+        return SimpleNamespace(leases=0)
 
     def open_namespace(self, spec):
         return DictNamespace(spec.groups[0].block_nbytes, self.spoil)

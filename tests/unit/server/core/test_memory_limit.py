@@ -1,9 +1,7 @@
 """The memory limit, from faked trees of both cgroup versions and from a real cgroup."""
 
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -14,6 +12,7 @@ from kvkeep_server.core.memory_limit import (
     read_memory_limit,
     staging_nbytes_auto,
 )
+from tests.fakes.memory_cgroup import memory_cgroup
 
 MiB, GiB = 1 << 20, 1 << 30
 HOST_TOTAL, HOST_FREE = 16 * GiB, 10 * GiB
@@ -31,7 +30,7 @@ def fake(tmp_path):
             "proc/meminfo": f"MemTotal: {HOST_TOTAL >> 10} kB\n"
             f"MemAvailable: {HOST_FREE >> 10} kB\n",
             "proc/self/cgroup": cgroup,
-            "proc/self/mountinfo": "22 1 254:0 / / rw - ext4 /dev/vda rw\n" + mount + "\n",
+            "proc/self/mountinfo": "22 1 254:0 / / rw - ext4 /dev/vda rw\n" + mount,
         }
         for directory, contents in (levels or {}).items():
             files |= {f"{directory}/{name}": text for name, text in contents.items()}
@@ -137,51 +136,22 @@ def test_automatic_sizes_leave_a_margin():
     assert plan.rest_nbytes > 65536 * INDEX_ROW_NBYTES
 
 
-# ---- B074: sizes from the cgroup, not from the host
-
-
-def own_v1_memory_cgroup() -> Path | None:
-    paths = dict(
-        line.split(":", 2)[1:] for line in Path("/proc/self/cgroup").read_text().splitlines()
-    )
-    path = Path("/sys/fs/cgroup/memory") / paths.get("memory", "").lstrip("/")
-    usable = "memory" in paths and os.access(path / "memory.limit_in_bytes", os.W_OK)
-    return path if usable and os.geteuid() == 0 else None
-
-
-@pytest.fixture
-def cgroup_of_1_gib():
-    parent = own_v1_memory_cgroup()
-    if parent is None:
-        pytest.skip("needs root and a writable cgroup v1 memory controller")
-    directory = parent / f"kvkeep-test-{os.getpid()}"
-    directory.mkdir()
-    try:
-        (directory / "memory.limit_in_bytes").write_text(str(GiB))
-        yield directory
-    finally:
-        directory.rmdir()
-
-
-def test_half_of_a_container_of_1_gib_is_512_mib(cgroup_of_1_gib, tmp_path):
+def test_half_of_a_container_of_1_gib_is_512_mib(tmp_path):
+    """B074: sizes from the cgroup, not from the host."""
     config = tmp_path / "kvkeep.toml"
     config.write_text('[ram]\nsize = "50%"\n')
-    enter_and_show = (
-        "import os, sys, pathlib;"
-        "pathlib.Path(sys.argv[1], 'cgroup.procs').write_text(str(os.getpid()));"
-        "from kvkeep_server.__main__ import main;"
-        "sys.argv[1:] = ['config', 'show', sys.argv[2]];"
-        "sys.exit(main())"
-    )
-    ended = subprocess.run(
-        [sys.executable, "-c", enter_and_show, str(cgroup_of_1_gib), str(config)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    show = (sys.executable, "-m", "kvkeep_server", "config", "show", str(config))
+    with memory_cgroup("b074", GiB) as cgroup:
+        ended = subprocess.run(
+            cgroup.command(*show, python=sys.executable),
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
     assert ended.returncode == 0, ended.stderr
+    first_line = ended.stdout.splitlines()[0]
     assert (
-        f"# memory limit: 1GiB, the memory limit of the cgroup at {cgroup_of_1_gib}" in ended.stdout
+        first_line == f"# memory limit: 1GiB, the memory limit of the cgroup at {cgroup.directory}"
     )
     assert 'size = "512MiB"' in ended.stdout
