@@ -5,16 +5,17 @@ Everything here keeps the GIL: beside a busy thread, giving it up costs up to 5 
 
 from __future__ import annotations
 
+from itertools import repeat
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
 
 from kvkeep.shared_index import PIECE_KEYS
-from kvkeep.shared_memory import PAGE_NBYTES, RegionError
+from kvkeep.shared_memory import ELEMENT_NBYTES, PAGE_NBYTES, RegionError
 from kvkeep.spec import invalid
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from numpy.typing import NDArray
 
@@ -32,7 +33,6 @@ _RUN_NBYTES_MAX: Final = 1024 * 1024
 # is where numpy puts large arrays. Copies of 512 bytes are done in other instructions.
 _SLOW_SHIFT: Final = 32
 _SHIFT_MATTERS_NBYTES: Final = 4096
-_ELEMENT: Final = np.dtype("V512")
 _ELEMENT_INDEXES: Final = np.arange(PIECE_KEYS)
 
 _U32_MASK: Final = np.array(_PAGE_MASK, dtype=np.uint64)
@@ -40,6 +40,9 @@ _U32_BITS: Final = np.array(32, dtype=np.uint64)
 
 Targets: TypeAlias = "list[memoryview] | memoryview"
 """One buffer a block, or one for all of them in order."""
+
+Pieces: TypeAlias = "Iterable[tuple[int, int, int]]"
+"""(address in the pool, place in the target, bytes)."""
 
 
 def targets_of(buffers: object, count: int, block_nbytes: int) -> Targets:
@@ -74,17 +77,13 @@ def copy_blocks(
     slot_nbytes: int,
     into: Targets,
 ) -> int:
-    """Copy the blocks at `places` into `into`; how many leading ones are exact.
-
-    Blocks that lie in one run, here and there, are copied in one go.
-    """
-    one_run = isinstance(into, memoryview) and slot_nbytes == block_nbytes
-    step = slot_nbytes // PAGE_NBYTES if one_run and 2 * block_nbytes <= _RUN_NBYTES_MAX else 0
+    """Copy the blocks at `places` into `into`; how many leading ones are exact."""
     exact = 0
     for addresses, generations in places:
         numbers = addresses.tolist()
         if isinstance(into, memoryview):
-            copied = _copy_to_one(chunks, numbers, block_nbytes, step, into[exact * block_nbytes :])
+            pieces = _pieces(numbers, block_nbytes, slot_nbytes)
+            copied = _copy(chunks, pieces, into[exact * block_nbytes :]) // block_nbytes
         else:
             copied = _copy_to_each(chunks, numbers, block_nbytes, into[exact:])
         held = unchanged(chunks, addresses[:copied], generations)
@@ -94,83 +93,73 @@ def copy_blocks(
     return exact
 
 
-def _copy_to_one(
-    chunks: Mapping[int, Chunk],
-    addresses: list[int],
-    block_nbytes: int,
-    step: int,
-    into: memoryview,
-) -> int:
-    """`step` is the distance in pages of blocks that lie in one run, 0 = there are no runs."""
+def _pieces(addresses: list[int], block_nbytes: int, slot_nbytes: int) -> Pieces:
+    """(address, place in the target, bytes) of each copy. What lies in one run is one copy."""
     blocks = len(addresses)
-    base = _shift_of(into) if block_nbytes >= _SHIFT_MATTERS_NBYTES else 0
-    at = 0
-    while at < blocks:
-        run_end = at + 1
-        if step:
-            run_end = _run_end(addresses, at, step, at + _RUN_NBYTES_MAX // block_nbytes)
-        nbytes = (run_end - at) * block_nbytes
-        source = _bytes_at(chunks, addresses[at], nbytes)
-        if source is None:
-            return at
-        start = at * block_nbytes
-        if 0 < (base + start) % PAGE_NBYTES < _SLOW_SHIFT:
-            _copy_by_elements(into[start : start + nbytes], source)
+    step, blocks_max = slot_nbytes // PAGE_NBYTES, _RUN_NBYTES_MAX // block_nbytes
+    starts = range(0, blocks * block_nbytes, block_nbytes)
+    if slot_nbytes != block_nbytes or blocks_max < 2:
+        return zip(addresses, starts, repeat(block_nbytes))
+    pieces = []
+    first = 0
+    for at in range(1, blocks + 1):
+        if at == blocks or addresses[at] != addresses[at - 1] + step or at - first == blocks_max:
+            pieces.append((addresses[first], starts[first], (at - first) * block_nbytes))
+            first = at
+    return pieces
+
+
+def _copy(chunks: Mapping[int, Chunk], pieces: Pieces, into: memoryview) -> int:
+    """Copy until a piece is not mapped; the number of bytes copied."""
+    shift = -1
+    chunk: Chunk | None = None
+    chunk_id = -1
+    copied = 0
+    for address, start, nbytes in pieces:
+        if address >> 32 != chunk_id:
+            chunk_id = address >> 32
+            chunk = chunks.get(chunk_id)
+        source = (address & _PAGE_MASK) << _PAGE_SHIFT
+        end = source + nbytes
+        if chunk is None or source < chunk.data_offset or end > chunk.nbytes:
+            break
+        if shift < 0:
+            shift = _shift_of(into) if nbytes >= _SHIFT_MATTERS_NBYTES else 0
+        if 0 < (shift + start) % PAGE_NBYTES < _SLOW_SHIFT:
+            _copy_by_elements(into, start, chunk, source, nbytes)
         else:
-            into[start : start + nbytes] = source
-        at = run_end
-    return blocks
-
-
-def _run_end(addresses: list[int], at: int, step: int, limit: int) -> int:
-    """End of the run of neighbouring slots that begins at `at`."""
-    end, limit = at + 1, min(limit, len(addresses))
-    while end < limit and addresses[end] == addresses[end - 1] + step:
-        end += 1
-    return end
+            into[start : start + nbytes] = chunk.buffer[source:end]
+        copied = start + nbytes
+    return copied
 
 
 def _copy_to_each(
     chunks: Mapping[int, Chunk], addresses: list[int], block_nbytes: int, into: list[memoryview]
 ) -> int:
-    shift_matters = block_nbytes >= _SHIFT_MATTERS_NBYTES
     for at, address in enumerate(addresses):
-        source = _bytes_at(chunks, address, block_nbytes)
-        if source is None:
+        if _copy(chunks, ((address, 0, block_nbytes),), into[at]) < block_nbytes:
             return at
-        if shift_matters and 0 < _shift_of(into[at]) < _SLOW_SHIFT:
-            _copy_by_elements(into[at], source)
-        else:
-            into[at][:] = source
     return len(addresses)
 
 
 def _shift_of(target: memoryview) -> int:
     """Where in its page a buffer begins. Blocks in the pool begin on a page."""
     address: int = np.frombuffer(target, dtype=np.uint8).__array_interface__["data"][0]
-    return int(address % PAGE_NBYTES)
+    return address % PAGE_NBYTES
 
 
-def _copy_by_elements(target: memoryview, source: memoryview) -> None:
+def _copy_by_elements(into: memoryview, start: int, chunk: Chunk, source: int, nbytes: int) -> None:
     """Copy in elements of 512 bytes: numpy copies one by one what an index array names."""
-    count = source.nbytes // _ELEMENT.itemsize
-    to = np.frombuffer(target, dtype=_ELEMENT, count=count)
-    of = np.frombuffer(source, dtype=_ELEMENT, count=count)
-    for start in range(0, count, PIECE_KEYS):
-        piece = to[start : start + PIECE_KEYS]
-        piece[_ELEMENT_INDEXES[: len(piece)]] = of[start : start + PIECE_KEYS]
-    copied = count * _ELEMENT.itemsize
-    target[copied:] = source[copied:]
-
-
-def _bytes_at(chunks: Mapping[int, Chunk], address: int, nbytes: int) -> memoryview | None:
-    """The bytes at an address of the pool; None when its chunk is not mapped or too short."""
-    chunk = chunks.get(address >> 32)
-    page = address & _PAGE_MASK
-    if chunk is None or not chunk.holds(page, nbytes):
-        return None
-    start = page << _PAGE_SHIFT
-    return chunk.buffer[start : start + nbytes]
+    count, rest = divmod(nbytes, ELEMENT_NBYTES)
+    first = source // ELEMENT_NBYTES
+    of = chunk.elements[first : first + count]
+    to = np.frombuffer(into, dtype=of.dtype, count=count, offset=start)
+    for at in range(0, count, PIECE_KEYS):
+        piece = of[at : at + PIECE_KEYS]
+        to[_ELEMENT_INDEXES[: len(piece)] + at if at else _ELEMENT_INDEXES[: len(piece)]] = piece
+    if rest:
+        end = start + nbytes
+        into[end - rest : end] = chunk.buffer[source + nbytes - rest : source + nbytes]
 
 
 def view_blocks(
@@ -182,10 +171,12 @@ def view_blocks(
     """
     views = []
     for address in addresses.tolist():
-        view = _bytes_at(chunks, address, block_nbytes)
-        if view is None:
+        chunk = chunks.get(address >> 32)
+        start = (address & _PAGE_MASK) << _PAGE_SHIFT
+        end = start + block_nbytes
+        if chunk is None or start < chunk.data_offset or end > chunk.nbytes:
             raise RegionError(f"address {address:#x} of {block_nbytes} bytes is not mapped here")
-        views.append(view)
+        views.append(chunk.buffer[start:end])
     return views
 
 
@@ -197,7 +188,7 @@ def unchanged(
     for start in range(0, count, PIECE_KEYS):
         piece = addresses[start : min(start + PIECE_KEYS, count)]
         now = _generations_at(chunks, piece)
-        changed = (now != generations[start : start + len(piece)]).tobytes().find(1)
+        changed: int = (now != generations[start : start + len(piece)]).tobytes().find(1)
         if changed >= 0:
             return start + changed
     return count

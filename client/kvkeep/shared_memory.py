@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 LAYOUT_VERSION: Final = 1
 PAGE_NBYTES: Final = 4096
+ELEMENT_NBYTES: Final = 512
 NO_ROW: Final = 0xFFFFFFFF
 
 _HUGE_PAGE_NBYTES: Final = 2 * 1024 * 1024
@@ -98,7 +99,8 @@ class Chunk:
     """One chunk of the pool, mapped read-only.
 
     `buffer` is the whole file as bytes; `generations[page]`, shape (pages,), is the generation of
-    the slot that begins at `page`.
+    the slot that begins at `page`. Slots lie from byte `data_offset` on. `elements` is `buffer` in
+    elements of 512 bytes.
     """
 
     _HEADER = struct.Struct("<8sIIQQQQ")
@@ -124,11 +126,8 @@ class Chunk:
         self.generations: NDArray[np.uint64] = np.frombuffer(
             region, dtype=np.uint64, count=pages, offset=generations_at
         )
-        self._first_page: int = data_at // PAGE_NBYTES
-
-    def holds(self, page: int, nbytes: int) -> bool:
-        """Whether `nbytes` from `page` on lie inside the data of this chunk."""
-        return page >= self._first_page and page * PAGE_NBYTES + nbytes <= self.nbytes
+        self.data_offset: int = data_at
+        self.elements = np.frombuffer(region, dtype=f"V{ELEMENT_NBYTES}")
 
 
 def check_magic(what: str, magic: bytes, expected: bytes, version: int) -> None:

@@ -1,20 +1,20 @@
 """What an eviction policy costs: us a block touched, us a victim named and removed, bytes a block.
 
-    python tests/bench/policy_cost.py [--policy lru] [--blocks 1000000]
+    python tests/bench/policy_cost.py [--policy lru] [--blocks 1048576]
 
 Two shapes: chains of 64 blocks, and single blocks, where every block is a leaf (WINDOW and STATE
 groups; the worst case for order). The baseline is a dict in order of use, which knows no chains:
-`OrderedDict.move_to_end` and `popitem`. Limits are those of `EvictionPolicy`.
+`OrderedDict.move_to_end` and `popitem`. Exits with 1 if a limit of `EvictionPolicy` is exceeded.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import platform
+import sys
 import tracemalloc
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from time import thread_time
 
 import numpy as np
@@ -25,132 +25,155 @@ from kvkeep_server.policies.eviction import EvictionPolicy
 from kvkeep_server.policies.registry import eviction_policy
 
 SEED = 20260101
-EVICT_BATCH = 64
+BATCH = 64
 CALLS = 3000
 HINTS = Hints()
-LIMITS_US = {"touch": 3.0, "evict": 10.0}
 
 
-def timed(call: Callable[[], object]) -> float:
-    """Seconds of this thread's CPU: what others do on the machine does not count."""
-    started = thread_time()
-    call()
-    return thread_time() - started
+def timed(calls: Iterable[Callable[[], object]]) -> list[float]:
+    """Seconds a call, of this thread's CPU: what others do on the machine does not count."""
+    seconds = []
+    for call in calls:
+        started = thread_time()
+        call()
+        seconds.append(thread_time() - started)
+    return seconds
 
 
-def show(
-    name: str, calls_s: list[float], blocks_a_call: int, limit_us: float | None = None
-) -> None:
-    each_us = np.array(calls_s) * 1e6 / blocks_a_call
-    limit = f"limit {limit_us:.0f}" if limit_us else ""
-    print(
-        f"  {name:<32} mean {each_us.mean():8.3f} us a block, median {np.median(each_us):8.3f},"
-        f" p99 {np.percentile(each_us, 99):8.3f}"
-        f"   longest call {max(calls_s) * 1e3:7.2f} ms   {limit}"
+class Report:
+    """Prints a line a measurement, and remembers whether a limit was exceeded."""
+
+    def __init__(self) -> None:
+        self.exceeded = False
+
+    def show(
+        self,
+        name: str,
+        calls_s: Sequence[float],
+        blocks_a_call: int = BATCH,
+        *,
+        limit_us: float | None = None,
+        baseline_us: float | None = None,
+    ) -> float:
+        each_us = np.array(calls_s) * 1e6 / blocks_a_call
+        mean_us = float(each_us.mean())
+        line = (
+            f"  {name:<32} mean {mean_us:7.3f} us a block, p99 {np.percentile(each_us, 99):7.3f},"
+            f" longest call {max(calls_s) * 1e3:6.2f} ms"
+        )
+        if baseline_us is not None:
+            line += f", {mean_us / baseline_us:.2f} x baseline"
+        if limit_us is not None:
+            exceeded = mean_us > limit_us
+            self.exceeded |= exceeded
+            line += f", {'OVER' if exceeded else 'within'} the limit of {limit_us:g} us"
+        print(line)
+        return mean_us
+
+
+def fill(policy: EvictionPolicy, ids: BlockIds, chain_blocks: int) -> list[float]:
+    """Inserts the ids, one row a call, as chains of `chain_blocks`."""
+    parents = np.where(ids % chain_blocks == 0, -1, ids - 1)
+    return timed(
+        lambda row=row: policy.insert(ids[row], parents[row], 0, HINTS, 0.0)
+        for row in range(len(ids))
     )
-
-
-def fill(policy: EvictionPolicy, chains: BlockIds) -> list[float]:
-    """Inserts one chain a row."""
-    parents = np.empty_like(chains)
-    parents[:, 0] = -1
-    parents[:, 1:] = chains[:, :-1]
-    return [
-        timed(lambda row=row: policy.insert(chains[row], parents[row], 0, HINTS, 0.0))
-        for row in range(len(chains))
-    ]
-
-
-def measure(name: str, blocks: int, chain_blocks: int) -> None:
-    source = np.random.default_rng(SEED)
-    policy = eviction_policy(name)()
-    chains = np.arange(blocks // chain_blocks * chain_blocks).reshape(-1, chain_blocks)
-    print(f"chains of {chain_blocks}, {chains.size} blocks")
-    gc.disable()
-    show("insert, a chain a call", fill(policy, chains), chain_blocks)
-    for batch in sorted({1, chain_blocks, 64, 1000}):
-        rows = source.integers(0, len(chains), (CALLS, -(-batch // chain_blocks)))
-        batches = [np.unique(chains[row].ravel()[:batch]) for row in rows]
-        calls_s = [timed(lambda ids=ids: policy.touch(ids, HINTS, 0.0)) for ids in batches]
-        limit = LIMITS_US["touch"] if batch > 1 else None
-        show(f"touch, {batch} a call", calls_s, batch, limit)
-    pins = [chains[row] for row in source.permutation(len(chains))[:CALLS]]
-    show(
-        "pin, a chain a call",
-        [timed(lambda ids=ids: policy.pin(ids)) for ids in pins],
-        chain_blocks,
-    )
-    show("unpin", [timed(lambda ids=ids: policy.unpin(ids)) for ids in pins], chain_blocks)
-    resident = np.ones(chains.size, np.bool_)
-    calls_s = evict(policy, resident, CALLS)
-    show("evict, nothing touched between", calls_s, EVICT_BATCH, LIMITS_US["evict"])
-    # Whatever was put in order is out of date.
-    calls_s = []
-    for _ in range(20):
-        policy.touch(np.flatnonzero(resident), HINTS, 0.0)
-        calls_s += evict(policy, resident, 1)
-    show("evict, all touched between", calls_s, EVICT_BATCH)
-    gc.enable()
-    policy.check()
 
 
 def evict(policy: EvictionPolicy, resident: BlockMask, calls: int) -> list[float]:
     """Names and removes a batch a call, and takes it out of `resident`."""
 
     def once() -> None:
-        named = policy.victims(EVICT_BATCH, 0.0)
+        named = policy.victims(BATCH, 0.0)
         policy.remove(named)
         resident[named] = False
 
-    return [timed(once) for _ in range(calls)]
+    return timed(once for _ in range(calls))
 
 
-def measure_memory(name: str, blocks: int, chain_blocks: int) -> None:
-    chains = np.arange(blocks // chain_blocks * chain_blocks).reshape(-1, chain_blocks)
-    tracemalloc.start()
+def measure(
+    report: Report, name: str, blocks: int, chain_blocks: int, baseline_us: tuple[float, float]
+) -> None:
+    source = np.random.default_rng(SEED)
     policy = eviction_policy(name)()
-    fill(policy, chains)
-    policy.victims(EVICT_BATCH, 0.0)
-    held, _ = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    print(f"  chains of {chain_blocks}: {held / chains.size:.1f} bytes a block")
+    ids = np.arange(blocks).reshape(-1, BATCH)
+    print(f"policy {name}, {blocks} blocks, chains of {chain_blocks}")
+    report.show("insert, 64 a call", fill(policy, ids, chain_blocks))
+    some = ids[source.integers(0, len(ids), CALLS)]
+    report.show("touch, 1 a call", timed(touches(policy, some[:, :1])), 1)
+    report.show(
+        "touch, 64 a call",
+        timed(touches(policy, some)),
+        limit_us=3.0,
+        baseline_us=baseline_us[0],
+    )
+    some = ids[source.permutation(len(ids))[:CALLS]]
+    report.show("pin, 64 a call", timed(lambda row=row: policy.pin(row) for row in some))
+    report.show("unpin, 64 a call", timed(lambda row=row: policy.unpin(row) for row in some))
+    resident = np.ones(blocks, np.bool_)
+    calls_s = evict(policy, resident, CALLS)
+    report.show("evict, 64 a call", calls_s, limit_us=10.0, baseline_us=baseline_us[1])
+    # Whatever order was made is out of date in each call: not a rate that lasts, but a pause.
+    calls_s = []
+    for _ in range(20):
+        policy.touch(np.flatnonzero(resident), HINTS, 0.0)
+        calls_s += evict(policy, resident, 1)
+    report.show("evict, all touched before", calls_s)
+    policy.check()
 
 
-def measure_baseline(blocks: int) -> None:
-    print(f"baseline: OrderedDict, {blocks} blocks")
+def touches(policy: EvictionPolicy, rows: BlockIds) -> Iterable[Callable[[], object]]:
+    return (lambda row=row: policy.touch(row, HINTS, 0.0) for row in rows)
+
+
+def measure_baseline(report: Report, blocks: int) -> tuple[float, float]:
+    print(f"baseline OrderedDict, {blocks} blocks")
     order = OrderedDict.fromkeys(range(blocks))
     source = np.random.default_rng(SEED)
-    batches = [source.integers(0, blocks, 64).tolist() for _ in range(CALLS)]
+    rows = [source.integers(0, blocks, BATCH).tolist() for _ in range(CALLS)]
 
-    def touch(batch: list[int]) -> None:
-        for block in batch:
+    def touch(row: list[int]) -> None:
+        for block in row:
             order.move_to_end(block)
 
     def leave() -> None:
-        for _ in range(EVICT_BATCH):
+        for _ in range(BATCH):
             order.popitem(last=False)
 
-    show("touch, 64 a call", [timed(lambda batch=batch: touch(batch)) for batch in batches], 64)
-    show("evict", [timed(leave) for _ in range(CALLS)], EVICT_BATCH)
+    touch_us = report.show("touch, 64 a call", timed(lambda row=row: touch(row) for row in rows))
+    return touch_us, report.show("evict, 64 a call", timed(leave for _ in range(CALLS)))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+def measure_memory(name: str, blocks: int, chain_blocks: int) -> None:
+    ids = np.arange(blocks).reshape(-1, BATCH)
+    tracemalloc.start()
+    policy = eviction_policy(name)()
+    fill(policy, ids, chain_blocks)
+    policy.victims(BATCH, 0.0)
+    held_nbytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    print(f"  chains of {chain_blocks:<4} {held_nbytes / blocks:5.1f} bytes a block")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--policy", default="lru")
     parser.add_argument("--blocks", type=int, default=1 << 20)
     arguments = parser.parse_args()
-    blocks = max(arguments.blocks, 2 * CALLS * EVICT_BATCH)
+    blocks = max(arguments.blocks // BATCH, 2 * CALLS) * BATCH
     print(
-        f"{platform.machine()}, Python {platform.python_version()}, numpy {np.__version__},"
-        f" policy {arguments.policy}, seed {SEED}, evictions in batches of {EVICT_BATCH}"
+        f"{platform.system()} {platform.release()}, {platform.machine()},"
+        f" Python {platform.python_version()}, numpy {np.__version__}, seed {SEED}"
     )
-    for chain_blocks in (64, 1):
-        measure(arguments.policy, blocks, chain_blocks)
-    measure_baseline(blocks)
-    print("memory, arrays at their full capacity")
-    for chain_blocks in (64, 1):
-        measure_memory(arguments.policy, blocks, chain_blocks)
+    report = Report()
+    baseline_us = measure_baseline(report, blocks)
+    for chain_blocks in (BATCH, 1):
+        measure(report, arguments.policy, blocks, chain_blocks, baseline_us)
+    print("memory, with arrays that are full")
+    for chain_blocks in (BATCH, 1):
+        measure_memory(arguments.policy, 1 << 17, chain_blocks)
+    return int(report.exceeded)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

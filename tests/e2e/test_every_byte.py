@@ -38,4 +38,5 @@ def test_every_read_returns_the_bytes_of_its_key(tmp_path, promise_count):
     assert sum(tally.short for tally in tallies) > promise_count // 1000
     assert stats.blocks_asked_total == stats.blocks_hit_total + stats.blocks_missed_total
     assert stats.index.rebuilds > 0
+    assert sum(tally.incomplete for tally in tallies) <= promise_count // 500
     assert stats.touch_records_invalid_total == 0

@@ -1,5 +1,5 @@
-"""Readers without leases against a pool that is refilled as fast as it goes: no reuse of a slot goes
-unnoticed, and the check that notices is needed.
+"""Readers without leases against a pool that is refilled as fast as it goes: no reuse of a slot
+goes unnoticed, and the check that notices is needed.
 
 The pool holds a fraction of the chains, so that every slot changes hands all the time. A read that
 counts as exact has exactly its key's bytes, every one compared.

@@ -1,7 +1,7 @@
 """Writes proto/kvkeep/v1/shared_memory_vectors.json from shared_memory.md alone, in plain integers.
 
-It imports nothing of the product and uses no numpy, so that neither side can be tested against itself.
-Run: python tests/vectors/make_vectors.py [path]; without a path it prints.
+It imports nothing of the product and uses no numpy, so that neither side can be tested against
+itself. Run: python tests/vectors/make_vectors.py [path]; without a path it prints.
 """
 
 import hashlib
@@ -56,7 +56,8 @@ def home_bucket(tag: int, buckets: int) -> int:
 
 
 def fingerprint_sets(rng: random.Random) -> list[dict[str, Any]]:
-    """Two sets of multipliers, each with keys of every legal length class, several namespaces and groups."""
+    """Two sets of multipliers, each with keys of every legal length class, several namespaces and
+    groups."""
     sets = []
     for _ in range(2):
         a = [rng.getrandbits(64) | 1 for _ in range(16)]

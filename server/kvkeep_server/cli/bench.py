@@ -6,15 +6,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import click
+import grpc
 
 import kvkeep
 from kvkeep_server.cli.bench_daemon import DaemonProcess, NoOpRpc
 from kvkeep_server.cli.bench_local import CHAIN_BLOCKS, LocalBench, Plan, machine
 from kvkeep_server.cli.bench_rows import Row, as_json, as_text, missed
+from kvkeep_server.core.errors import KVKeepError
 from kvkeep_server.core.memory_limit import read_memory_limit
 from kvkeep_server.core.quantities import format_size, parse_size, show_size
 
 EXIT_MISSED = 1
+# A daemon that stops by itself drains first.
+DAEMON_END_S = 8.0
 # Beside the pool: staging, the source, destinations, both processes.
 MARGIN_NBYTES = 3 << 29
 
@@ -86,9 +90,15 @@ def _run(plan: Plan) -> tuple[dict[str, object], Sequence[Row]]:
             ) as client,
         ):
             rpc = NoOpRpc(daemon.socket)
-            rows = list(LocalBench(plan, client=client, rpc=rpc, progress=_progress).rows())
-            facts = machine(plan, _index_facts(client))
-            rpc.close()
+            try:
+                rows = list(LocalBench(plan, client=client, rpc=rpc, progress=_progress).rows())
+                facts = machine(plan, _index_facts(client))
+            except (kvkeep.KVKeepError, KVKeepError, grpc.RpcError) as error:
+                # A daemon that gave up explains more than what its client saw of it.
+                daemon.check(DAEMON_END_S)
+                raise KVKeepError(f"the bench ended early: {error}") from error
+            finally:
+                rpc.close()
     return facts, rows
 
 

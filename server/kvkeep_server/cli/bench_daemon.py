@@ -4,6 +4,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from threading import Event
 from types import TracebackType
@@ -82,10 +83,12 @@ class DaemonProcess:
             self._process.wait(STOP_S)
         self._process = None
 
-    def check(self) -> None:
-        """Raises DaemonError when the process ended by itself."""
-        if self._process is not None and self._process.poll() is not None:
-            raise self._error(f"ended with {self._process.returncode}")
+    def check(self, grace_s: float) -> None:
+        """Raises DaemonError when the process ended by itself, or does within `grace_s`."""
+        if self._process is None:
+            return
+        with suppress(subprocess.TimeoutExpired):
+            raise self._error(f"ended with {self._process.wait(grace_s)}")
 
     def __enter__(self) -> Self:
         """Starts."""

@@ -83,13 +83,28 @@ class CommitCounts:
 
 @dataclass(slots=True)
 class _Plan:
-    """One commit on its way: which positions are still to be stored, and the status of the
-    others."""
+    """One commit on its way.
+
+    Attributes:
+        batch: What it is asked.
+        status: A `CommitStatus` for each key; UNSPECIFIED for those to do.
+        todo: Positions that are still to be stored.
+        parents: Of each of them: a unit, PARENT_BEFORE or PARENT_NONE.
+        first: Position at which each key comes first; its own, in every sane chain.
+    """
 
     batch: CommitBatch
     status: U8
     todo: I64
     parents: I64
+    first: I64
+
+    def settle_repetitions(self) -> None:
+        """A key that came before in the batch is there if that one is."""
+        repeated = np.flatnonzero(self.first != np.arange(len(self.first)))
+        status = self.status[self.first[repeated]]
+        status[status == CommitStatus.STORED] = CommitStatus.ALREADY_STORED
+        self.status[repeated] = status
 
     def refuse_from(self, first: int, status: CommitStatus) -> None:
         """Of the positions to do, refuses the one at `first`; those behind it have lost their
@@ -143,6 +158,7 @@ class Commits:
             if len(plan.todo):
                 self._announce(plan, held)
                 await self._store(plan, held)
+        plan.settle_repetitions()
         self._count(plan)
         return plan.status
 
@@ -178,20 +194,18 @@ class Commits:
         count = len(batch.keys)
         there = np.ones(count, bool)
         collides = np.zeros(count, bool)
+        first = np.arange(count)
         for group in batch.groups:
-            ids, _, _, collided = self._residency.find_or_collide(group.keyspace, batch.keys)
+            ids, tags, _, collided = self._residency.find_or_collide(group.keyspace, batch.keys)
             there &= ids >= 0
             collides |= collided
+            first, clashes = _first_places(batch.keys, tags)
+            collides |= clashes
         status = np.where(there, CommitStatus.ALREADY_STORED, CommitStatus.UNSPECIFIED).astype(
             np.uint8
         )
-        _, first_use = np.unique(batch.keys.words, axis=0, return_index=True)
-        if len(first_use) < count:
-            repeated = np.ones(count, bool)
-            repeated[first_use] = False
-            status[repeated] = CommitStatus.ALREADY_STORED
-        todo = np.flatnonzero(status == CommitStatus.UNSPECIFIED)
-        plan = _Plan(batch, status, todo, self._parents(batch, todo))
+        todo = np.flatnonzero(~there & (first == np.arange(count)))
+        plan = _Plan(batch, status, todo, self._parents(batch, todo), first)
         refused = np.flatnonzero(collides[todo])
         if len(refused):
             plan.refuse_from(int(refused[0]), CommitStatus.REFUSED_COLLISION)
@@ -264,11 +278,17 @@ class Commits:
         self, plan: _Plan, reserved: Sequence[Reservation], checksums: Sequence[NDArray[np.uint64]]
     ) -> None:
         keys = plan.batch.keys.select(plan.todo)
-        sealed = [
-            Sealed(group.keyspace, keys, plan.parents, slots.addresses, slots.commit(), sums)
-            for group, slots, sums in zip(plan.batch.groups, reserved, checksums, strict=True)
-        ]
-        self._residency.insert(sealed, plan.batch.spaces, plan.batch.hints)
+        with ExitStack() as undo:
+            sealed = []
+            for group, slots, sums in zip(plan.batch.groups, reserved, checksums, strict=True):
+                # A commit ends the reservation, also when it fails: now the slots are ours.
+                undo.callback(self._room.give_back, slots.addresses)
+                generations = slots.commit()
+                sealed.append(
+                    Sealed(group.keyspace, keys, plan.parents, slots.addresses, generations, sums)
+                )
+            self._residency.insert(sealed, plan.batch.spaces, plan.batch.hints)
+            undo.pop_all()
         plan.status[plan.todo] = CommitStatus.STORED
         self.counts.stored_nbytes += len(keys) * sum(
             batch.keyspace.block_nbytes for batch in sealed
@@ -284,6 +304,18 @@ class Commits:
 
 
 _PARENT_MISSING = -3
+
+
+def _first_places(keys: KeyBatch, tags: NDArray[np.uint64]) -> tuple[I64, NDArray[np.bool_]]:
+    """The position at which each key comes first in the batch, and where another key before it has
+    the same tag."""
+    own = np.arange(len(tags))
+    ordered = np.sort(tags)
+    if not (ordered[1:] == ordered[:-1]).any():
+        return own, np.zeros(len(tags), bool)
+    _, first, group = np.unique(tags, return_index=True, return_inverse=True)
+    clashes = (keys.words != keys.words[first[group]]).any(axis=1)
+    return np.where(clashes, own, first[group]), clashes
 
 
 def _names(groups: Sequence[StagedGroup], keys: KeyBatch) -> list[tuple[int, bytes]]:

@@ -21,6 +21,11 @@ from kvkeep_server.tiering.residency import Residency
 
 I64 = NDArray[np.int64]
 
+# What a lease remembers of each block is 24 bytes, so blocks are bounded beside leases: so many a
+# lease on average, in any case so many together.
+_BLOCKS_A_LEASE = 64
+_BLOCKS_MIN = 1 << 20
+
 
 @dataclass(slots=True)
 class Lease:
@@ -84,6 +89,8 @@ class Leases:
         self._expired: OrderedDict[int, Lease] = OrderedDict()
         self._of_session: dict[int, set[int]] = {}
         self._due: list[tuple[float, int]] = []
+        self._leased_blocks = 0
+        self._expired_blocks = 0
         self.expired_total = 0
         self.leased_nbytes = 0
 
@@ -101,12 +108,11 @@ class Leases:
         """Pins the units and gives a lease on them.
 
         Raises:
-            ResourceExhaustedError: `leases_max` leases live.
+            ResourceExhaustedError: `leases_max` leases live, or too many blocks are leased.
         """
-        if len(self._live) >= self._limits.leases_max:
+        if self._refusal(len(blocks)):
             self.expire()
-        if len(self._live) >= self._limits.leases_max:
-            msg = f"leases.leases_max = {self._limits.leases_max} leases are live; release some or raise it"
+        if msg := self._refusal(len(blocks)):
             raise ResourceExhaustedError(msg, retry_after_s=min(1.0, self._limits.ttl_s))
         lease_id = 0
         while lease_id == 0 or lease_id in self._live or lease_id in self._expired:
@@ -124,10 +130,23 @@ class Leases:
         self._start(lease)
         return lease
 
+    def _refusal(self, blocks: int) -> str:
+        """Why so many more blocks cannot be leased now; empty = they can."""
+        leases_max = self._limits.leases_max
+        if len(self._live) >= leases_max:
+            return f"leases.leases_max = {leases_max} leases are live; release some or raise it"
+        if self._leased_blocks + blocks > _blocks_max(leases_max):
+            return (
+                f"{self._leased_blocks} blocks are leased and leases.leases_max = {leases_max} "
+                f"allows {_blocks_max(leases_max)}; release some or raise it"
+            )
+        return ""
+
     def _start(self, lease: Lease) -> None:
         self._residency.pin(lease.units)
         self._live[lease.lease_id] = lease
         self.leased_nbytes += lease.nbytes
+        self._leased_blocks += len(lease.blocks)
         for session_id in lease.holders:
             self._of_session.setdefault(session_id, set()).add(lease.lease_id)
         heapq.heappush(self._due, (lease.expires_s, lease.lease_id))
@@ -135,6 +154,7 @@ class Leases:
     def _stop(self, lease: Lease) -> None:
         del self._live[lease.lease_id]
         self.leased_nbytes -= lease.nbytes
+        self._leased_blocks -= len(lease.blocks)
         for session_id in lease.holders:
             held = self._of_session.get(session_id)
             if held is not None:
@@ -155,7 +175,9 @@ class Leases:
             else:
                 forgotten = self._expired.get(lease_id)
                 if forgotten is not None and session_id in forgotten.holders:
-                    del self._expired[lease_id]
+                    forgotten.holders.discard(session_id)
+                    if not forgotten.holders:
+                        self._forget(lease_id)
         return released
 
     def _drop_holder(self, lease: Lease, session_id: int) -> None:
@@ -200,9 +222,9 @@ class Leases:
             self._of_session.setdefault(session_id, set()).add(lease_id)
             heapq.heappush(self._due, (lease.expires_s, lease_id))
             return RenewStatus.RENEWED
-        del self._expired[lease_id]
         if not (self._residency.columns.generation[lease.blocks] == lease.generations).all():
             return RenewStatus.LOST
+        self._forget(lease_id)
         lease.expires_s = expires_s
         lease.holders = {session_id}
         self._start(lease)
@@ -223,15 +245,25 @@ class Leases:
             lease = self._live.get(lease_id)
             if lease is not None and lease.expires_s <= now:
                 self._stop(lease)
-                self._expired[lease_id] = lease
+                self._remember(lease)
                 ended += 1
-                while len(self._expired) > self._limits.remembered_max:
-                    self._expired.popitem(last=False)
         if len(self._due) > 4 * len(self._live) + 1024:
             self._due = [(lease.expires_s, lease_id) for lease_id, lease in self._live.items()]
             heapq.heapify(self._due)
         self.expired_total += ended
         return ended
+
+    def _remember(self, lease: Lease) -> None:
+        self._expired[lease.lease_id] = lease
+        self._expired_blocks += len(lease.blocks)
+        remembered_max = self._limits.remembered_max
+        while len(self._expired) > remembered_max or self._expired_blocks > _blocks_max(
+            remembered_max
+        ):
+            self._forget(next(iter(self._expired)))
+
+    def _forget(self, lease_id: int) -> None:
+        self._expired_blocks -= len(self._expired.pop(lease_id).blocks)
 
     def holds(self, lease_id: int, session_id: int) -> bool:
         """Whether the session holds this live lease."""
@@ -252,3 +284,13 @@ class Leases:
         assert self.leased_nbytes == sum(lease.nbytes for lease in self._live.values()), (
             "leased bytes"
         )
+        assert self._leased_blocks == sum(len(lease.blocks) for lease in self._live.values()), (
+            "leased blocks"
+        )
+        assert self._expired_blocks == sum(len(lease.blocks) for lease in self._expired.values()), (
+            "remembered blocks"
+        )
+
+
+def _blocks_max(leases: int) -> int:
+    return max(leases * _BLOCKS_A_LEASE, _BLOCKS_MIN)

@@ -7,6 +7,7 @@ out, units whole.
 
 import random
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,12 +18,13 @@ from kvkeep_server.core.hints import Hints
 from kvkeep_server.core.keys import KeyBatch
 from kvkeep_server.core.results import MissReason
 from kvkeep_server.index.layout import STATE_MOVED, STATE_STOPPED, Multipliers
-from kvkeep_server.index.table import IndexTable
+from kvkeep_server.index.table import IndexTable, TableFullError
 from kvkeep_server.policies.eviction import EvictionPolicy
 from kvkeep_server.tiering.audit import audit
 from kvkeep_server.tiering.columns import BlockColumns
 from kvkeep_server.tiering.ghosts import Ghosts
 from kvkeep_server.tiering.keyspaces import Keyspace, KeyspaceSet
+from kvkeep_server.tiering.rebuild import PreparedTable, fill_table
 from kvkeep_server.tiers.ram.tier import RamTier
 
 I64 = NDArray[np.int64]
@@ -67,17 +69,6 @@ class Sealed:
     addresses: U64
     generations: U64
     checksums: U64
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedTable:
-    """What `Residency.build_table` made: the table, where keyspaces begin in it, and the row of
-    each id."""
-
-    table: IndexTable
-    starts: dict[int, tuple[np.uint64, np.uint64]]
-    ids: I64
-    rows: I64
 
 
 PARENT_NONE = -1
@@ -279,37 +270,46 @@ class Residency:
     # --- come and go
 
     def insert(self, sealed: Sequence[Sealed], siblings: KeyspaceSet, hints: Hints) -> list[I64]:
-        """Makes sealed blocks visible, all batches together, and returns their ids.
+        """Makes sealed blocks visible, all batches together or, where it fails, none of them.
 
-        Room in the table must have been made (`index_room`).
+        The batches are those of one commit: the same keys, each in a keyspace of its own. Room in
+        the table must have been made (`index_room`).
+
+        Returns:
+            The ids of each batch.
+
+        Raises:
+            TableFullError: Bad luck with the table's seed.
         """
-        return [self._insert(batch, siblings, hints) for batch in sealed]
-
-    def _insert(self, batch: Sealed, siblings: KeyspaceSet, hints: Hints) -> I64:
-        columns = self.columns
-        tags, checks = self.fingerprints(batch.keyspace, batch.keys)
-        ids = columns.allocate(len(tags))
-        units = self._units_of(batch, siblings, ids)
-        columns.keyspace[ids] = batch.keyspace.index
-        columns.key_words[ids] = 0
-        columns.key_words[ids, : batch.keys.words.shape[1]] = batch.keys.words
-        columns.address[ids] = batch.addresses
-        columns.generation[ids] = batch.generations
-        columns.checksum[ids] = batch.checksums
-        columns.unit[ids] = units
-        now = self._clock.monotonic_s()
-        columns.last_used_s[units] = now
-        fresh = units == ids
-        joined = ids[~fresh]
-        if len(joined):
-            columns.next_shard[joined] = columns.next_shard[units[~fresh]]
-            columns.next_shard[units[~fresh]] = joined
-        self._link(batch, ids, units, fresh, hints)
-        columns.row[ids] = self.table.insert(
-            tags, checks, batch.addresses, batch.generations, ids.astype(np.int32)
-        )
-        self.payload_nbytes += len(ids) * batch.keyspace.block_nbytes
-        return ids
+        columns, first = self.columns, sealed[0]
+        with ExitStack() as undo:
+            ids = columns.allocate(len(first.keys) * len(sealed))
+            undo.callback(columns.free, ids)
+            of_batch = np.split(ids, len(sealed))
+            units = self._units_of(first, siblings, of_batch[0])
+            parents = first.parents.copy()
+            before = np.flatnonzero(parents == PARENT_BEFORE)
+            parents[before] = units[before - 1]
+            for batch, own in zip(sealed, of_batch, strict=True):
+                self._fill(batch, own, units)
+            now = self._clock.monotonic_s()
+            columns.last_used_s[units] = now
+            fresh = units == of_batch[0]
+            if fresh.any():
+                self._policy.insert(units[fresh], parents[fresh], 0, hints, now)
+                undo.callback(self._policy.remove, units[fresh])
+            if not fresh.all():
+                self._policy.touch(units[~fresh], hints, now)
+            rows = self._show(sealed, of_batch)
+            undo.pop_all()
+        columns.row[ids] = rows
+        for own in of_batch:
+            self._join(own, units)
+        columns.parent[units[fresh]] = parents[fresh]
+        np.add.at(columns.children, parents[fresh & (parents >= 0)], 1)
+        boundary_nbytes = sum(batch.keyspace.block_nbytes for batch in sealed)
+        self.payload_nbytes += len(first.keys) * boundary_nbytes
+        return of_batch
 
     def _units_of(self, batch: Sealed, siblings: KeyspaceSet, ids: I64) -> I64:
         """The unit that each block joins; a block without resident siblings begins its own."""
@@ -324,23 +324,33 @@ class Residency:
                     alone &= ~joins
         return units
 
-    def _link(
-        self, batch: Sealed, ids: I64, units: I64, fresh: NDArray[np.bool_], hints: Hints
-    ) -> None:
-        """Parent links of the new units, then the policy."""
-        parents = batch.parents.copy()
-        before = np.flatnonzero(parents == PARENT_BEFORE)
-        parents[before] = units[before - 1]
-        new = ids[fresh]
-        new_parents = parents[fresh]
-        self.columns.parent[new] = new_parents
-        linked = new_parents[new_parents >= 0]
-        np.add.at(self.columns.children, linked, 1)
-        if len(new):
-            now = self._clock.monotonic_s()
-            self._policy.insert(new, new_parents, 0, hints, now)
-        if len(new) < len(ids):
-            self._policy.touch(units[~fresh], hints, self._clock.monotonic_s())
+    def _fill(self, batch: Sealed, ids: I64, units: I64) -> None:
+        columns = self.columns
+        columns.keyspace[ids] = batch.keyspace.index
+        columns.key_words[ids] = 0
+        columns.key_words[ids, : batch.keys.words.shape[1]] = batch.keys.words
+        columns.address[ids] = batch.addresses
+        columns.generation[ids] = batch.generations
+        columns.checksum[ids] = batch.checksums
+        columns.unit[ids] = units
+
+    def _show(self, sealed: Sequence[Sealed], of_batch: Sequence[I64]) -> I64:
+        """Rows of all blocks, batch after batch: clients see them from here on."""
+        marks = [self.fingerprints(batch.keyspace, batch.keys) for batch in sealed]
+        return self.table.insert(
+            np.concatenate([tags for tags, _ in marks]),
+            np.concatenate([checks for _, checks in marks]),
+            np.concatenate([batch.addresses for batch in sealed]),
+            np.concatenate([batch.generations for batch in sealed]),
+            np.concatenate(of_batch).astype(np.int32),
+        )
+
+    def _join(self, ids: I64, units: I64) -> None:
+        """Puts blocks that do not begin a unit of their own behind the first one of theirs."""
+        joins = ids != units
+        joined, heads = ids[joins], units[joins]
+        self.columns.next_shard[joined] = self.columns.next_shard[heads]
+        self.columns.next_shard[heads] = joined
 
     def remove(self, units: I64, reason: MissReason) -> int:
         """Takes whole units out of the index and the ram tier; returns the number of blocks.
@@ -401,7 +411,8 @@ class Residency:
             self.evicted_total += self.remove(leaving, MissReason.EVICTED)
 
     def pinned_addresses(self, addresses: U64) -> NDArray[np.bool_]:
-        """Which of these slots belong to a pinned unit, or to one with a pinned descendant."""
+        """Which of these slots must stay: those of a pinned unit, or of one with a pinned
+        descendant, and those of no block, which a commit is about to fill."""
         columns = self.columns
         ids = columns.in_use()
         held = columns.pins > 0
@@ -410,8 +421,8 @@ class Residency:
             while up >= 0 and not held[up]:
                 held[up] = True
                 up = int(columns.parent[up])
-        pinned = columns.address[ids[held[columns.unit[ids]]]]
-        return np.isin(addresses, pinned)
+        free_to_go = columns.address[ids[~held[columns.unit[ids]]]]
+        return ~np.isin(addresses, free_to_go)
 
     # --- the table
 
@@ -419,36 +430,27 @@ class Residency:
         """Rows that may still be inserted before the table must be rebuilt."""
         return self.table.room(self._settings.load_max)
 
-    def build_table(self, rows: int) -> "PreparedTable":
+    def build_table(self, rows: int) -> PreparedTable:
         """A new table of another seed with all that is in the present one.
 
         May run in a thread while the loop goes on reading; nothing may be inserted or removed
         meanwhile.
-        """
-        table = self._new_table(rows, table_id=self.table.table_id + 1)
-        starts: dict[int, tuple[np.uint64, np.uint64]] = {}
-        columns = self.columns
-        used = columns.in_use()
-        order = used[np.argsort(columns.keyspace[used], kind="stable")]
-        placed = []
-        for ids in (
-            np.split(order, np.flatnonzero(np.diff(columns.keyspace[order])) + 1)
-            if len(order)
-            else []
-        ):
-            keyspace = self._keyspaces[int(columns.keyspace[ids[0]])]
-            h, s = table.multipliers.start(
-                keyspace.namespace_id, keyspace.group, keyspace.key_nbytes
-            )
-            starts[keyspace.index] = (np.uint64(h), np.uint64(s))
-            words = columns.key_words[ids][:, : -(-keyspace.key_nbytes // 8)]
-            tags, checks = table.multipliers.fingerprints(words, np.uint64(h), np.uint64(s))
-            addresses, generations = columns.address[ids], columns.generation[ids]
-            placed.append(table.insert(tags, checks, addresses, generations, ids.astype(np.int32)))
-        rows_of_order = np.concatenate(placed) if placed else np.empty(0, np.int64)
-        return PreparedTable(table, starts, order, rows_of_order)
 
-    def adopt_table(self, prepared: "PreparedTable") -> None:
+        Raises:
+            OSError: No memory for it.
+        """
+        while True:
+            table = self._new_table(rows, table_id=self.table.table_id + 1)
+            try:
+                return fill_table(table, self.columns, self._keyspaces)
+            except TableFullError:
+                rows *= 2
+                table.close()
+            except BaseException:
+                table.close()
+                raise
+
+    def adopt_table(self, prepared: PreparedTable) -> None:
         """Makes a built table the index. The caller has told clients of it before or does so right
         after."""
         old = self.table

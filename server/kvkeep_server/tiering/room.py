@@ -10,6 +10,9 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvkeep_server.core.errors import ResourceExhaustedError
 from kvkeep_server.index.table import IndexTable
 from kvkeep_server.tiering.residency import Residency
@@ -55,16 +58,17 @@ class RoomMaker:
         await self.index_rows(count * len(sizes))
         while True:
             # No await from here on: what is evicted for this commit must not go to another one.
-            reserved: list[Reservation] = []
-            for nbytes in sizes:
-                self._evict_for(nbytes, count)
-                reserved.append(self._ram.reserve(nbytes, count))
-            fewest = min(len(slots.addresses) for slots in reserved)
-            if all(len(slots.addresses) == fewest for slots in reserved):
-                return reserved
-            for slots in reserved:
-                slots.abort()
-            count = fewest
+            with contextlib.ExitStack() as held:
+                reserved: list[Reservation] = []
+                for nbytes in sizes:
+                    self._evict_for(nbytes, count)
+                    reserved.append(held.enter_context(self._ram.reserve(nbytes, count)))
+                got = [len(slots.addresses) for slots in reserved]
+                if min(got) == max(got):
+                    held.pop_all()
+                    return reserved
+            # Sizes that share slots cannot all have what one of them found: try what they share.
+            count = sum(got) // len(got)
 
     def grow_ahead(self) -> None:
         """Begins to grow the pool before commits need it. Call it now and then."""
@@ -85,6 +89,10 @@ class RoomMaker:
         """
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._ram.ensure_room(nbytes, count), _GROWTH_WAIT_S)
+
+    def give_back(self, addresses: NDArray[np.uint64]) -> None:
+        """Slots of a committed reservation whose blocks did not become resident."""
+        self._ram.free(addresses)
 
     def _evict_for(self, nbytes: int, count: int) -> None:
         """Evicts until `count` slots of this size are free, or nothing more may leave."""
@@ -114,12 +122,12 @@ class RoomMaker:
             ResourceExhaustedError: No memory for a larger index.
         """
         while True:
-            if self._rebuilding is not None:
+            # Who wakes first may have begun the next one already.
+            while self._rebuilding is not None:
                 await asyncio.shield(self._rebuilding)
             if self._residency.index_room() >= rows:
                 return
-            if self._rebuilding is None:
-                self._rebuilding = asyncio.create_task(self._rebuild(rows))
+            self._rebuilding = asyncio.create_task(self._rebuild(rows))
 
     async def _rebuild(self, rows: int) -> None:
         """Builds in a thread, so that look-ups and leases go on; commits wait in `index_rows`."""

@@ -20,7 +20,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize(("ours", "wire", "prefix"), PAIRS, ids=lambda pair: str(pair))
+@pytest.mark.parametrize(("ours", "wire", "prefix"), PAIRS, ids=str)
 def test_numbers_are_those_of_the_wire(ours, wire, prefix) -> None:
     assert {member.name: member.value for member in ours} == {
         name.removeprefix(prefix): number for name, number in wire.items()

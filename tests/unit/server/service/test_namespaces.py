@@ -1,5 +1,6 @@
 """Identity is complete and injective (P02), and what contradicts itself is refused by name."""
 
+import contextlib
 import dataclasses
 import json
 import random
@@ -46,12 +47,6 @@ def keyspaces():
 @pytest.fixture
 def namespaces(keyspaces):
     return Namespaces(namespaces_max=64, block_nbytes_max=1 << 20, add_keyspace=keyspaces.append)
-
-
-def identity(of: NamespaceSpec):
-    """What of a specification makes it another one: all but how long blocks are kept."""
-    groups = tuple(dataclasses.replace(group, retention_class="") for group in of.groups)
-    return dataclasses.replace(of, groups=groups)
 
 
 # ---- the encoding
@@ -140,7 +135,6 @@ def draw_group(source: random.Random) -> GroupSpec:
         source.choice(NUMBERS),
         source.choice(NUMBERS),
         StateMode(source.randrange(3)),
-        source.choice(["", "global"]),
     )
 
 
@@ -163,42 +157,47 @@ def neighbour(of: NamespaceSpec, source: random.Random) -> NamespaceSpec:
         case 0:  # a character moves over the border
             text = getattr(of, one) + getattr(of, other)
             cut = source.randrange(len(text) + 1)
-            return dataclasses.replace(of, **{one: text[:cut], other: text[cut:]})
+            changes = {one: text[:cut], other: text[cut:]}
         case 1:
-            return dataclasses.replace(of, **{one: getattr(of, other), other: getattr(of, one)})
+            changes = {one: getattr(of, other), other: getattr(of, one)}
         case 2:
             form = source.choice(["NFC", "NFD", "NFKC"])
-            return dataclasses.replace(of, **{one: unicodedata.normalize(form, getattr(of, one))})
+            changes = {one: unicodedata.normalize(form, getattr(of, one))}
         case 3:
             first, second = source.sample(SIZES, 2)
-            return dataclasses.replace(of, **{first: getattr(of, second)})
+            changes = {first: getattr(of, second)}
         case 4:  # a switch becomes two, two become one, or they change places
             text = "".join(of.layout_switches)
             cut = source.randrange(len(text) + 1)
-            switches = source.choice([(text,), (text[:cut], text[cut:]), of.layout_switches[::-1]])
-            return dataclasses.replace(of, layout_switches=switches)
+            ways = [(text,), (text[:cut], text[cut:]), of.layout_switches[::-1]]
+            changes = {"layout_switches": source.choice(ways)}
         case 5:
             groups = [*of.groups, draw_group(source)]
             source.shuffle(groups)
-            return dataclasses.replace(of, groups=tuple(groups[: source.randrange(1, 4)]))
+            changes = {"groups": tuple(groups[: source.randrange(1, 4)])}
         case _:
-            return dataclasses.replace(of)
+            changes = {source.choice(STRINGS): draw_string(source)}
+    return dataclasses.replace(of, **changes)
 
 
 @pytest.mark.promise("P02", gate=100_000, nightly=1_000_000, unit="pairs")
 def test_encodings_are_equal_if_and_only_if_the_identities_are(promise_count):
+    """Every one against every other: a dict compares all pairs of its keys."""
     source = random.Random(2)
-    equal = 0
-    for number in range(promise_count):
-        one = draw_spec(source)
-        other = neighbour(one, source) if number % 4 else draw_spec(source)
-        same = identity(one) == identity(other)
-        assert (encode(one) == encode(other)) == same, (one, other)
-        equal += same
-        if number % 10 == 0:
-            assert decode(encode(one)) == identity(one)
-            assert (set_id_of(one) == set_id_of(other)) == same
-    assert promise_count // 100 < equal < promise_count // 2
+    drawn = promise_count // 10
+    by_encoding: dict[bytes, NamespaceSpec] = {}
+    identities = set()
+    one = draw_spec(source)
+    for number in range(drawn):
+        one = neighbour(one, source) if number % 10 else draw_spec(source)
+        encoding = encode(one)
+        assert by_encoding.setdefault(encoding, one) == one
+        identities.add(one)
+        if number % 20 == 0:
+            assert decode(encoding) == one
+    assert len(by_encoding) == len(identities) == len({set_id_of(one) for one in identities})
+    assert drawn // 2 < len(identities) < drawn, "some are equal, most are not"
+    assert drawn * (drawn - 1) // 2 >= promise_count
 
 
 TEXT = st.text(max_size=8)
@@ -217,13 +216,13 @@ SPECS = st.builds(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(SPECS)
 def test_an_encoding_can_be_read_back(of):
     assert decode(encode(of)) == of
 
 
-CHANGED = {name: "changed" for name in STRINGS} | {
+CHANGED = dict.fromkeys(STRINGS, "changed") | {
     "hash_root": b"changed",
     "key_nbytes": 33,
     "tp_size": 2,
@@ -477,15 +476,12 @@ def test_ranks_that_are_none_of_it_are_refused(namespaces, ranks):
         namespaces.open(spec(tp_size=2), ranks)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(SPECS, st.lists(st.integers(0, 1 << 32), max_size=3))
 def test_whatever_comes_is_opened_or_refused_on_purpose(of, ranks):
     namespaces = Namespaces(namespaces_max=4, block_nbytes_max=1 << 20, add_keyspace=lambda _: None)
-    try:
+    opened = None
+    with contextlib.suppress(KVKeepError):
         opened = namespaces.open(of, ranks)
-    except KVKeepError as error:
-        assert len(str(error)) < 2000
-    else:
-        assert len(opened.spaces.local) == len(opened.ranks) * len(
-            [group for group in of.groups if group.kind == GroupKind.FULL]
-        )
+    served = [group for group in of.groups if group.kind == GroupKind.FULL]
+    assert opened is None or len(opened.spaces.local) == len(opened.ranks) * len(served)
