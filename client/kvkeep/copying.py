@@ -33,6 +33,7 @@ _RUN_NBYTES_MAX: Final = 1024 * 1024
 # is where numpy puts large arrays. Copies of 512 bytes are done in other instructions.
 _SLOW_SHIFT: Final = 32
 _SHIFT_MATTERS_NBYTES: Final = 4096
+_ELEMENT: Final = np.dtype(f"V{ELEMENT_NBYTES}")
 _ELEMENT_INDEXES: Final = np.arange(PIECE_KEYS)
 
 _U32_MASK: Final = np.array(_PAGE_MASK, dtype=np.uint64)
@@ -152,11 +153,14 @@ def _copy_by_elements(into: memoryview, start: int, chunk: Chunk, source: int, n
     """Copy in elements of 512 bytes: numpy copies one by one what an index array names."""
     count, rest = divmod(nbytes, ELEMENT_NBYTES)
     first = source // ELEMENT_NBYTES
-    of = chunk.elements[first : first + count]
-    to = np.frombuffer(into, dtype=of.dtype, count=count, offset=start)
-    for at in range(0, count, PIECE_KEYS):
-        piece = of[at : at + PIECE_KEYS]
-        to[_ELEMENT_INDEXES[: len(piece)] + at if at else _ELEMENT_INDEXES[: len(piece)]] = piece
+    to = np.frombuffer(into, _ELEMENT, count, start)
+    if count <= PIECE_KEYS:
+        to[_ELEMENT_INDEXES[:count]] = chunk.elements[first : first + count]
+    else:
+        for at in range(0, count, PIECE_KEYS):
+            piece = to[at : at + PIECE_KEYS]
+            stop = first + at + len(piece)
+            piece[_ELEMENT_INDEXES[: len(piece)]] = chunk.elements[first + at : stop]
     if rest:
         end = start + nbytes
         into[end - rest : end] = chunk.buffer[source + nbytes - rest : source + nbytes]
@@ -202,9 +206,9 @@ def _generations_at(
     pages = (addresses & _U32_MASK).view(np.int64)
     numbers = set(ids.tolist())
     if len(numbers) == 1:
-        return chunks[numbers.pop()].generations[pages]
+        return chunks[numbers.pop()].generations_at(pages)
     generations = np.empty(len(addresses), dtype=np.uint64)
     for number in numbers:
         here = (ids == np.uint64(number)).nonzero()[0]
-        generations[here] = chunks[number].generations[pages[here]]
+        generations[here] = chunks[number].generations_at(pages[here])
     return generations

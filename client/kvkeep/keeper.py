@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvkeep.session import Session
 
 BACKOFF_FIRST_S: Final = 0.05
-BACKOFF_MAX_S: Final = 1.0
+BACKOFF_MAX_S: Final = 0.5
 _RELEASE_TIMEOUT_S: Final = 2.0
 _RELEASES_A_CALL_MAX: Final = 1024
 _JOIN_TIMEOUT_S: Final = 5.0

@@ -56,7 +56,7 @@ def map_region(fd: int, nbytes: int, *, writable: bool = False) -> memoryview:
     Errors: RegionError (other size, not sealed against shrinking, or mmap fails).
     """
     size = os.fstat(fd).st_size
-    if size != nbytes or nbytes <= 0 or nbytes % PAGE_NBYTES:
+    if size != nbytes or nbytes <= 0:
         raise RegionError(f"a region of {nbytes} bytes was announced, its file has {size}")
     if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
         raise RegionError("a region is not sealed against shrinking, so reading it could fault")
@@ -80,7 +80,7 @@ def _map_aligned(fd: int, nbytes: int, protection: int) -> int:
     except RegionError:
         _libc.munmap(base, reserved)
         raise
-    end = address + nbytes
+    end = address + -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
     if address > base:
         _libc.munmap(base, address - base)
     _libc.munmap(end, base + reserved - end)
@@ -116,6 +116,7 @@ class Chunk:
             raise RegionError(f"chunk {chunk_id}: its header describes another chunk")
         if (
             generations_at != PAGE_NBYTES
+            or nbytes % PAGE_NBYTES
             or data_at % PAGE_NBYTES
             or not generations_at + 8 * pages <= data_at < nbytes
         ):
@@ -128,6 +129,11 @@ class Chunk:
         )
         self.data_offset: int = data_at
         self.elements = np.frombuffer(region, dtype=f"V{ELEMENT_NBYTES}")
+        self._last_page = np.array(pages - 1)
+
+    def generations_at(self, pages: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """Of slots, shape (n,); that of a page beyond the end is no slot's."""
+        return self.generations[np.minimum(pages, self._last_page)]
 
 
 def check_magic(what: str, magic: bytes, expected: bytes, version: int) -> None:

@@ -82,6 +82,13 @@ _ERRORS: Final[dict[grpc.StatusCode, type[KVKeepError]]] = {
 }
 
 
+def _call_failed(error: grpc.RpcError, what: str) -> KVKeepError:
+    """As `_converted`, of a call that only closing the channel cancels."""
+    if error.code() is grpc.StatusCode.CANCELLED:
+        return SessionLostError(f"{what}: the session was closed")
+    return _converted(error, what)
+
+
 def _retry_after_s(error: grpc.RpcError) -> float:
     for datum in error.trailing_metadata() or ():
         if datum.key == _RETRY_AFTER_METADATA and datum.value.isdigit():
@@ -101,9 +108,9 @@ class PendingCommit:
         try:
             return self._call.result()
         except grpc.RpcError as error:
-            raise _converted(error, "Commit") from error
+            raise _call_failed(error, "Commit") from error
         except grpc.FutureCancelledError as error:
-            raise UnavailableError("Commit: the session was closed") from error
+            raise SessionLostError("Commit: the session was closed") from error
 
 
 class Transport:
@@ -130,7 +137,7 @@ class Transport:
         try:
             return call(request, timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
-            raise _converted(error, what) from error
+            raise _call_failed(error, what) from error
         except ValueError as error:
             # grpc says so when the channel is closed.
             raise SessionLostError(f"{what}: the session was closed") from error

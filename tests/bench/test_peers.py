@@ -28,7 +28,7 @@ class DictPeer:
         self.blocks.update((k, bytes(s)) for k, s in zip(*staged))
         return len(staged[0])
     def get(self, keys, into):
-        for key, view in zip(keys, into):
+        for key, view in zip(keys, into.blocks):
             view[:] = list(self.blocks[key])
         {get}
         return len(keys)
@@ -75,7 +75,7 @@ def test_every_store_gets_its_rows(stores):
 
 
 def test_a_wrong_byte_loses_the_row(stores, capfd):
-    stores({"redis": {"get": "into[1][5] ^= 1"}})
+    stores({"redis": {"get": "into.blocks[1][5] ^= 1"}})
     rows = measured()
     assert {row.peer for row in rows} == {"kvkeep", "mooncake"}
     assert "redis: batch" in capfd.readouterr().err

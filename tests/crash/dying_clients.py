@@ -1,9 +1,11 @@
 """Client programs that are killed or stopped: one for each phase of a client's life, and a mix."""
 
+import contextlib
 import os
 import random
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import kvkeep
@@ -25,6 +27,7 @@ BLOCK_NBYTES = 64 * 1024
 BLOCKS = 64
 STAGING_NBYTES = BLOCKS * BLOCK_NBYTES
 PHASES = ("attached", "half filled", "leased", "in commit")
+BEGUN, OVER = "commit begun", "commit over"
 SPEC = spec(BLOCK_NBYTES)
 
 
@@ -88,24 +91,24 @@ def _leased(wire: Wire, client: kvkeep.Client, name: str) -> None:
 
 
 def _in_commit(wire: Wire, client: kvkeep.Client, name: str) -> None:
-    """Commits without a pause; tells the number of each commit before it, and after it again."""
+    """Commits without a pause; tells when each commit begins and when it is over."""
     namespace = client.open_namespace(SPEC)
-    number, lost = 0, 0
+    number = 0
     while not wire.asked():
+        number += 1
         keys = chain_keys((name, "in commit", number), BLOCKS)
         try:
             store = namespace.store(keys)
             _fill(store, keys)
-            wire.tell(number)
-            store.commit(timeout_s=60.0)
-            wire.tell(number)
         except kvkeep.UnavailableError:
-            lost += 1
-            wire.tell(number)
             time.sleep(0.02)
-        number += 1
+            continue
+        wire.tell(BEGUN)
+        with contextlib.suppress(kvkeep.UnavailableError):
+            store.commit(timeout_s=60.0)
+        wire.tell(OVER)
     wire.hear()
-    wire.tell(_come_back(client, name) if lost else "never noticed")
+    wire.tell(_come_back(client, name))
 
 
 def _fill(store: kvkeep.Store, keys: bytes) -> None:
@@ -143,12 +146,12 @@ def say_hello(wire: Wire, runtime_dir: str) -> None:
 
 
 def mix(wire: Wire, runtime_dir: str, seed: int, death: float) -> None:
-    """Stores, leases and reads; dies by SIGKILL in one of `1 / death` operations, anywhere in it."""
+    """Stores, leases and reads; one operation in `1 / death` ends, somewhere, by its SIGKILL."""
     source = random.Random(seed)
 
-    def die(dying: bool) -> None:
-        if dying and source.random() < 0.3:
-            os.kill(os.getpid(), signal.SIGKILL)
+    def may_die() -> None:
+        if source.random() < 0.3:
+            die()
 
     with kvkeep.connect(runtime_dir, staging_nbytes=STAGING_NBYTES, timeout_s=10.0) as client:
         namespace = client.open_namespace(SPEC)
@@ -156,28 +159,34 @@ def mix(wire: Wire, runtime_dir: str, seed: int, death: float) -> None:
         operations = 0
         while not wire.asked():
             dying = source.random() < death
-            keys = chain_keys(("mix", source.randrange(40)), BLOCKS)[: KEY_NBYTES * BLOCKS]
-            _one_operation(source, namespace, keys, lambda dying=dying: die(dying))
+            keys = chain_keys(("mix", source.randrange(120)), BLOCKS // 4)
+            _one_operation(source, namespace, keys, may_die if dying else lambda: None)
             operations += 1
             if dying:
-                os.kill(os.getpid(), signal.SIGKILL)
+                die()
         wire.tell(operations)
 
 
-def _one_operation(source: random.Random, namespace: kvkeep.Namespace, keys: bytes, die) -> None:
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _one_operation(
+    source: random.Random, namespace: kvkeep.Namespace, keys: bytes, may_die: Callable[[], None]
+) -> None:
     if source.random() < 0.4:
         with namespace.acquire(keys) as acquired:
-            die()
+            may_die()
             verify(keys, acquired.views())
         buffers = [bytearray(BLOCK_NBYTES) for _ in split(keys)]
         verify(keys, buffers[: namespace.read_into(keys, buffers)])
         return
     try:
         store = namespace.store(keys)
-        die()
+        may_die()
         _fill(store, keys)
         pending = store.begin()
-        die()
+        may_die()
         result = store.finish(pending)
         assert CommitStatus.FAILED not in result.status
     except kvkeep.ResourceExhaustedError:

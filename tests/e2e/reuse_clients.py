@@ -5,7 +5,7 @@ import random
 import numpy as np
 
 import kvkeep
-import kvkeep.namespace
+import kvkeep.copying
 from tests.fakes.client_process import Wire
 from tests.fakes.generated_blocks import KEY_NBYTES, blocks_of, chain_keys, place_of, spec
 
@@ -40,26 +40,33 @@ def refill(wire: Wire, runtime_dir: str) -> None:
 
 
 class CheckedReads:
-    """Counts what the generation check refuses, and how often it was right to."""
+    """Stands around the client's check of the generations and counts what it refuses.
+
+    Attributes:
+        copied: Blocks that were copied since `begin`.
+        detected: Blocks whose slot had been reused, of all reads.
+    """
 
     def __init__(self) -> None:
-        self.detected = 0
-        self.rows = 0
-        self._copy = kvkeep.namespace.copy_blocks
-        kvkeep.namespace.copy_blocks = self._counted  # type: ignore[assignment]
+        self.copied = self.detected = 0
+        self._unchanged = kvkeep.copying.unchanged
+        kvkeep.copying.unchanged = self._counted  # type: ignore[assignment]
 
-    def _counted(self, chunks, rows, block_nbytes, slot_nbytes, into):
-        exact = self._copy(chunks, rows, block_nbytes, slot_nbytes, into)
-        self.rows = len(rows.addresses)
-        self.detected += self.rows - exact
+    def begin(self) -> None:
+        self.copied = 0
+
+    def _counted(self, chunks, addresses, generations):
+        exact = self._unchanged(chunks, addresses, generations)
+        self.copied += len(addresses)
+        self.detected += len(addresses) - exact
         return exact
 
 
-def read(wire: Wire, runtime_dir: str, seed: int, into: str, reads_min: int) -> None:
-    """Reads until `reads_min` blocks came back as exact; tells (reads, wrong, detected, spoiled).
+def read(wire: Wire, runtime_dir: str, seed: int, into: str, reads_min: int | None) -> None:
+    """Reads until `reads_min` blocks came back as exact, or until told to end.
 
-    `into` one buffer, or one a block. `spoiled` are blocks that the check refused and whose bytes
-    were indeed others.
+    Tells (reads, wrong, detected, spoiled). `into` one buffer, or one a block. `spoiled` are blocks
+    that the check refused and whose bytes were indeed others.
     """
     source = random.Random(seed)
     counted = CheckedReads()
@@ -71,18 +78,17 @@ def read(wire: Wire, runtime_dir: str, seed: int, into: str, reads_min: int) -> 
         separate = [memoryview(buffer)[at : at + BLOCK_NBYTES] for at in _starts(BLOCKS)]
         wire.tell("ready")
         wire.hear()
-        while reads < reads_min:
+        while not wire.asked() if reads_min is None else reads < reads_min:
             keys, content = chains[source.randrange(CHAINS)]
             blocks = source.choice((BLOCKS, BLOCKS, source.randrange(1, BLOCKS)))
             keys = keys[: blocks * KEY_NBYTES]
             one = into == "one buffer"
             targets = buffer[: blocks * BLOCK_NBYTES] if one else separate[:blocks]
+            counted.begin()
             exact = namespace.read_into(keys, targets)
             reads += exact
             wrong += _differing(buffer, content, 0, exact)
-            if exact < counted.rows:
-                spoiled += _differing(buffer, content, exact, counted.rows)
-            counted.rows = 0
+            spoiled += _differing(buffer, content, exact, max(exact, counted.copied))
     wire.tell((reads, wrong, counted.detected, spoiled))
 
 

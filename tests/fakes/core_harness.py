@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvkeep_server.config import parse
 from kvkeep_server.core.hints import Hints
@@ -19,6 +20,7 @@ from kvkeep_server.service.block_service import CommitOrder
 from kvkeep_server.service.namespaces import GroupSpec, NamespaceSpec, OpenedNamespace
 from kvkeep_server.service.sessions import HelloFacts, Session, Welcome
 from kvkeep_server.tiering.manager import Grant, Prefix, ReadOrder
+from kvkeep_server.tiering.transfers import CopyIn
 
 MIB = 1 << 20
 MEMORY = MemoryLimit(8 << 30, 8 << 30, "test")
@@ -49,7 +51,8 @@ def keys_of(name: object, count: int, nbytes: int = 32) -> list[bytes]:
 
 def block_of(key: bytes, nbytes: int = 4096, salt: bytes = b"") -> bytes:
     """Bytes that only this key and salt have."""
-    return hashlib.shake_128(key + salt).digest(nbytes)
+    seed = int.from_bytes(hashlib.sha256(key + salt).digest()[:8], "little")
+    return np.random.Generator(np.random.PCG64(seed)).bytes(nbytes)
 
 
 def hello(staging_nbytes: int = MIB, **changes: Any) -> HelloFacts:
@@ -102,7 +105,7 @@ def spec(**changes: Any) -> NamespaceSpec:
     return NamespaceSpec(**(values | changes))
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class Harness:
     """One core, one loop. `run` drives coroutines to their end; leaving checks and closes."""
 
@@ -160,6 +163,16 @@ class Harness:
         assert self.core.ram.slabs.used_nbytes == slots, "slots that no block has"
         assert self.core.service.commits.in_flight == 0, "commits in flight"
         assert self.core.service.commits_running == 0, "commits that run"
+        self.check_checksums()
+
+    def check_checksums(self) -> None:
+        """The bytes of every block are those that its checksum was taken of."""
+        columns, residency = self.core.residency.columns, self.core.residency
+        for block in columns.in_use().tolist():
+            space = residency._keyspaces[int(columns.keyspace[block])]
+            key = columns.key_words[block].tobytes()[: space.key_nbytes]
+            payload = self.core.ram.view(int(columns.address[block]), space.block_nbytes)
+            assert space.checksum(key, payload) == int(columns.checksum[block])
 
     # --- sessions and namespaces
 
@@ -286,6 +299,36 @@ class Harness:
             salt = salt_of(space.rank, space.group)
             wanted = [block_of(key, space.block_nbytes, salt) for key in leased]
             assert self.bytes_of(grant, column) == wanted
+
+
+class Gate:
+    """Holds copies from staging until it is opened."""
+
+    def __init__(self, core: Core) -> None:
+        self.waiting = 0
+        self._open = asyncio.Event()
+        self._arrived = asyncio.Semaphore(0)
+        self._transfers = core.transfers
+        self._copy_in = core.transfers.copy_in
+        core.transfers.copy_in = self._wait_and_copy  # type: ignore[method-assign]
+
+    async def _wait_and_copy(self, job: CopyIn) -> NDArray[np.uint64]:
+        self.waiting += 1
+        self._arrived.release()
+        await self._open.wait()
+        self.waiting -= 1
+        return await self._copy_in(job)
+
+    def open(self) -> None:
+        self._open.set()
+
+    def remove(self) -> None:
+        """Copies do not pass it any more."""
+        del self._transfers.copy_in  # type: ignore[method-assign]
+
+    async def reached(self) -> None:
+        """Until another copy has come."""
+        await self._arrived.acquire()
 
 
 def salt_of(rank: int, group: int) -> bytes:

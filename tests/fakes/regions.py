@@ -102,6 +102,7 @@ class FakeIndex(FakeRegion):
         self, buckets: int, *, table_id: int = 1, server_epoch: int = 42, seed: int = 1
     ) -> None:
         rng = random.Random(seed)
+        self.table_id = table_id
         self.buckets, self.rows = buckets, 8 * buckets
         self.a = [rng.getrandbits(64) | 1 for _ in range(16)]
         self.b = [rng.getrandbits(64) | 1 for _ in range(16)]

@@ -1,6 +1,8 @@
 """What the benchmark stores: random keys, bytes that tell whose they are, a namespace a size."""
 
+import time
 from collections.abc import Iterator
+from threading import Event
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,11 +11,18 @@ import kvkeep
 from kvkeep_server.core.errors import KVKeepError
 
 KEY_NBYTES = 32
+GROWTH_S = 30.0
+# Part of it is in slabs of other sizes.
+GROWTH_MARGIN_NBYTES = 192 << 20
 STEP = 2654435761  # spreads the blocks of a batch over the source (Knuth's multiplier)
 
 
 class WrongBytesError(KVKeepError):
     """A measured call gave something else than what was stored: no figure of the run counts."""
+
+
+class NoRoomError(KVKeepError):
+    """The daemon has no memory for what the benchmark stores."""
 
 
 class Source:
@@ -50,6 +59,38 @@ class Source:
         wrong |= words[:, -1] != self._words[first + words.shape[1] - 1]
         if wrong.any():
             raise WrongBytesError(f"{int(wrong.sum())} of {len(blocks)} blocks had wrong bytes")
+
+
+class GrownPool:
+    """Waits for room that the daemon's pool grows ahead of need.
+
+    A daemon lets a commit wait for a new chunk for a moment only and then evicts; neither the wait
+    nor the eviction is what the benchmark measures, and what it stored shall stay.
+    """
+
+    def __init__(self, client: kvkeep.Client) -> None:
+        """`client` is asked for the pool's figures."""
+        self._client = client
+        self._pause = Event()
+
+    def wait_for(self, nbytes: int) -> None:
+        """Returns when `nbytes` more fit.
+
+        Raises:
+            NoRoomError: The pool did not grow for half a minute.
+        """
+        deadline = time.monotonic() + GROWTH_S
+        while self._free_nbytes() < nbytes + GROWTH_MARGIN_NBYTES:
+            if time.monotonic() > deadline:
+                raise NoRoomError(
+                    f"the daemon's pool did not grow by {nbytes} bytes within {GROWTH_S:.0f} s:"
+                    " free memory, or store less"
+                )
+            self._pause.wait(0.02)
+
+    def _free_nbytes(self) -> int:
+        pool = self._client.stats().pool
+        return int(pool.chunk_nbytes - pool.slot_nbytes_used)
 
 
 class BlockSet:
@@ -121,9 +162,10 @@ class BlockSet:
             )
         self.stored += blocks
 
-    def store_all(self, batch_blocks: int) -> None:
+    def store_all(self, batch_blocks: int, pool: GrownPool) -> None:
         """Stores what is left, without a clock."""
         for numbers, keys in self.batches(batch_blocks):
+            pool.wait_for(batch_blocks * self.block_nbytes)
             store = self.store(keys)
             self.fill(store, numbers)
             self.committed(store.commit(), len(numbers))

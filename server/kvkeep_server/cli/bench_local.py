@@ -6,7 +6,8 @@ What the rows mean
     read_copy/SIZE  look-up and copy (`read_into`) of 64 random stored blocks into one fixed buffer
     lookup/N        N keys of a random place of a random chain, in chain order, no RPC
     acquire/N       the same with a lease, one RPC; released after the round, without the clock
-    commit/SIZE     64 blocks whose staging is filled; the time of Commit, level RAM
+    commit/SIZE     64 blocks whose staging is filled; the time of Commit, level RAM; the pool has
+                    grown before, without the clock
     store/SIZE      the same with making room and filling
     busy/*          beside a thread of the same process that computes in pure Python, over the loop
                     without that thread
@@ -36,7 +37,7 @@ from numpy.typing import NDArray
 
 import kvkeep
 from kvkeep_server.cli.bench_daemon import NoOpRpc
-from kvkeep_server.cli.bench_load import BlockSet, Source, WrongBytesError, open_set
+from kvkeep_server.cli.bench_load import BlockSet, GrownPool, Source, WrongBytesError, open_set
 from kvkeep_server.cli.bench_rows import Row, busy_rows, rate_row, time_row
 from kvkeep_server.cli.bench_timing import (
     BusyThread,
@@ -98,8 +99,8 @@ class Plan:
         """Of the daemon: everything stays resident."""
         payload = sum(size * self.blocks(size) for size in SIZES.values())
         index = INDEX_BLOCK_NBYTES * self.index_blocks
-        # Slabs are cut for one slot size each, and a chunk has its header.
-        return (payload + index) * 17 // 16 + 64 * MiB
+        # Slabs are cut for one slot size each, a chunk has its header, a pool its last remainder.
+        return (payload + index) * 17 // 16 + 512 * MiB
 
     @property
     def staging_nbytes(self) -> int:
@@ -133,6 +134,7 @@ class LocalBench:
         self._progress = progress
         self._random = np.random.default_rng(SEED)
         self._noop = Operation(NOOP_RPC, lambda _: rpc())
+        self._pool = GrownPool(client)
         self._source: Source
         self._sets: dict[str, BlockSet] = {}
         self._index: BlockSet
@@ -170,7 +172,7 @@ class LocalBench:
             )
         self._index = self._sets.pop("index")
         self._progress(f"{plan.index_blocks:,} blocks of 4 KiB into the index")
-        self._index.store_all(CHAIN_BLOCKS)
+        self._index.store_all(CHAIN_BLOCKS, self._pool)
 
     # ---- commit and store ------------------------------------------------------------------------
 
@@ -200,7 +202,7 @@ class LocalBench:
         blocks = self._sets[name]
 
         def prepare() -> kvkeep.Store:
-            numbers, keys = next(blocks.batches(BATCH_BLOCKS))
+            numbers, keys = self._batch(blocks)
             store = blocks.store(keys)
             blocks.fill(store, numbers)
             return store
@@ -222,7 +224,11 @@ class LocalBench:
         def finish(_given: object, result: kvkeep.CommitResult) -> None:
             blocks.committed(result, BATCH_BLOCKS)
 
-        return Operation(f"store/{name}", run, lambda: next(blocks.batches(BATCH_BLOCKS)), finish)
+        return Operation(f"store/{name}", run, lambda: self._batch(blocks), finish)
+
+    def _batch(self, blocks: BlockSet) -> tuple[NDArray[np.int64], bytes]:
+        self._pool.wait_for(BATCH_BLOCKS * blocks.block_nbytes)
+        return next(blocks.batches(BATCH_BLOCKS))
 
     # ---- reads, look-ups, leases -----------------------------------------------------------------
 

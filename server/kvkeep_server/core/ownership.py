@@ -7,12 +7,15 @@ import os
 import re
 import socket
 import stat
+import struct
 import threading
 from pathlib import Path
 
 from kvkeep_server.core.errors import FailedPreconditionError
 
 _LOCK_NAME = "kvkeep.lock"
+# pid, uid, gid
+_UCRED = struct.Struct("=3i")
 # The holder writes its name right after it took the lock: how often, and how long apart, to look.
 _NAME_LOOKS = 50
 _NAME_PAUSE_S = 0.01
@@ -79,8 +82,11 @@ class Ownership:
             return
         with socket.socket(socket.AF_UNIX, kind) as probe:
             probe.settimeout(1.0)
+            holder = "another process"
             try:
                 probe.connect(str(path))
+                credentials = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+                holder = f"pid {_UCRED.unpack(credentials)[0]}"
             except ConnectionRefusedError:
                 path.unlink()
                 return
@@ -88,7 +94,7 @@ class Ownership:
                 if error.errno not in _SERVED:
                     msg = f"{path}: {error.strerror}; remove it, or name another --runtime-dir"
                     raise FailedPreconditionError(msg) from error
-        msg = f"{path} is served by another process; stop it, or name another --runtime-dir"
+        msg = f"{path} is served by {holder}; stop it, or name another --runtime-dir"
         raise FailedPreconditionError(msg)
 
     def release(self) -> None:

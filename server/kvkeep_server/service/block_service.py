@@ -367,6 +367,13 @@ def _offsets(packed: bytes, count: int, nbytes: int, staging_nbytes: int) -> I64
             f"{count * 8} bytes",
             "give one u64 for each key",
         )
+    if count and nbytes > staging_nbytes:
+        raise InvalidArgumentError(
+            "groups.staging_offsets",
+            f"a place for {nbytes} bytes",
+            f"what lies inside the staging of {staging_nbytes} bytes",
+            "attach with a larger staging",
+        )
     offsets = np.frombuffer(packed, np.uint64)
     wrong = (offsets > np.uint64(staging_nbytes)) | (offsets % np.uint64(STAGING_ALIGNMENT) != 0)
     wrong |= (

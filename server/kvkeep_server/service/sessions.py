@@ -58,7 +58,7 @@ class HelloFacts:
     client_name: str
     layout_versions: tuple[int, ...]
     staging_nbytes: int
-    credential: str
+    credential: str = field(repr=False)
     uid: int
     gid: int
     pid: int
@@ -69,7 +69,7 @@ class Welcome:
     """The answer to a hello."""
 
     session_id: int
-    token: bytes
+    token: bytes = field(repr=False)
     server_epoch: int
     fds: list[FdOffer]
 
@@ -122,7 +122,7 @@ class Session:
     """
 
     session_id: int
-    token: bytes
+    token: bytes = field(repr=False)
     facts: HelloFacts
     staging: Memfd
     ring: TouchRing

@@ -114,6 +114,18 @@ class BlockColumns:
         """All ids in use, ascending."""
         return np.flatnonzero(self.row >= 0)
 
+    def not_held(self) -> I64:
+        """Blocks whose unit is not pinned and has no pinned descendant."""
+        held = self.pins > 0
+        # Leases pin whole prefixes, so few pinned units have a parent that is not.
+        for unit in np.unique(self.parent[held]).tolist():
+            up = unit
+            while up >= 0 and not held[up]:
+                held[up] = True
+                up = int(self.parent[up])
+        ids = self.in_use()
+        return ids[~held[self.unit[ids]]]
+
     def _grow(self) -> None:
         old = self.capacity
         for name, (kind, empty) in _COLUMNS.items():

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from kvkeep_server.core.hints import Hints
 from kvkeep_server.core.keys import KeyBatch
 from kvkeep_server.core.results import CommitStatus
+from kvkeep_server.index.table import TableFullError
 from kvkeep_server.policies.admission import AdmissionPolicy
 from kvkeep_server.tiering.keyspaces import Keyspace, KeyspaceSet
 from kvkeep_server.tiering.residency import PARENT_BEFORE, PARENT_NONE, Residency, Sealed
@@ -268,11 +269,10 @@ class Commits:
                 await self._transfers.copy_in(_copy_job(plan, group, slots))
                 for group, slots in zip(groups, reserved, strict=True)
             ]
-        except OSError:
+            await self._room.index_rows(len(plan.todo) * len(groups))
+            self._publish(plan, reserved, checksums)
+        except (OSError, TableFullError):
             plan.status[plan.todo] = CommitStatus.FAILED
-            return
-        await self._room.index_rows(len(plan.todo) * len(groups))
-        self._publish(plan, reserved, checksums)
 
     def _publish(
         self, plan: _Plan, reserved: Sequence[Reservation], checksums: Sequence[NDArray[np.uint64]]

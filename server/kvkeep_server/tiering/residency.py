@@ -252,10 +252,10 @@ class Residency:
         """Forbids eviction until the matching `unpin`. The units differ from each other."""
         if len(units):
             pins = self.columns.pins[units]
-            self.columns.pins[units] = pins + 1
             idle = units[pins == 0]
             if len(idle):
                 self._policy.pin(idle)
+            self.columns.pins[units] = pins + 1
 
     def unpin(self, units: I64) -> None:
         """Takes one pin of each back."""
@@ -393,8 +393,7 @@ class Residency:
         return len(victims)
 
     def evict_addresses(self, addresses: U64) -> None:
-        """Removes the units whose blocks lie at these addresses and all their descendants (a slab
-        is taken)."""
+        """Removes the units whose blocks lie at these addresses and all their descendants."""
         columns = self.columns
         ids = columns.in_use()
         units = np.zeros(columns.capacity, bool)
@@ -413,16 +412,17 @@ class Residency:
     def pinned_addresses(self, addresses: U64) -> NDArray[np.bool_]:
         """Which of these slots must stay: those of a pinned unit, or of one with a pinned
         descendant, and those of no block, which a commit is about to fill."""
-        columns = self.columns
-        ids = columns.in_use()
-        held = columns.pins > 0
-        for unit in np.flatnonzero(held):
-            up = int(columns.parent[unit])
-            while up >= 0 and not held[up]:
-                held[up] = True
-                up = int(columns.parent[up])
-        free_to_go = columns.address[ids[~held[columns.unit[ids]]]]
-        return ~np.isin(addresses, free_to_go)
+        ids = self.columns.not_held()
+        return ~np.isin(addresses, self.columns.address[ids])
+
+    def oldest_addresses(self, nbytes: int, count: int) -> U64:
+        """Slots for blocks of this size whose units were not used for longest and may leave."""
+        columns, ids = self.columns, self.columns.not_held()
+        sizes = self._ram.slabs.slot_nbytes(columns.address[ids])
+        ids = ids[sizes == self._ram.slot_nbytes(nbytes)]
+        order = np.argsort(columns.last_used_s[columns.unit[ids]], kind="stable")
+        oldest: U64 = columns.address[ids[order[:count]]]
+        return oldest
 
     # --- the table
 

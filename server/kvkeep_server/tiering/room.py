@@ -52,9 +52,8 @@ class RoomMaker:
         Raises:
             ResourceExhaustedError: No memory for a larger index.
         """
-        for nbytes in sizes:
-            if self._ram.slabs.room(nbytes) < count:
-                await self._grow(nbytes, count)
+        if not self._fits(sizes, count):
+            await self._grow(sizes, count)
         await self.index_rows(count * len(sizes))
         while True:
             # No await from here on: what is evicted for this commit must not go to another one.
@@ -83,27 +82,42 @@ class RoomMaker:
         if not task.cancelled():
             task.result()
 
-    async def _grow(self, nbytes: int, count: int) -> None:
+    async def _grow(self, sizes: Sequence[int], count: int) -> None:
         """Waits for growth, but not for long: a chunk may take seconds on a busy host, and a commit
         can do with eviction instead. The growth itself goes on.
         """
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._ram.ensure_room(nbytes, count), _GROWTH_WAIT_S)
+            async with asyncio.timeout(_GROWTH_WAIT_S):
+                while await self._ram.grow() and not self._fits(sizes, count):
+                    pass
+
+    def _fits(self, sizes: Sequence[int], count: int) -> bool:
+        """Whether `count` slots of each size are free, all at once."""
+        if len(sizes) == 1:
+            return self._ram.slabs.room(sizes[0]) >= count
+        with contextlib.ExitStack() as tried:
+            got = [tried.enter_context(self._ram.reserve(nbytes, count)) for nbytes in sizes]
+            return all(len(slots.addresses) == count for slots in got)
 
     def give_back(self, addresses: NDArray[np.uint64]) -> None:
         """Slots of a committed reservation whose blocks did not become resident."""
         self._ram.free(addresses)
 
     def _evict_for(self, nbytes: int, count: int) -> None:
-        """Evicts until `count` slots of this size are free, or nothing more may leave."""
+        """Evicts until `count` slots of this size are free, or nothing more may leave.
+
+        First who was not used for longest, whatever its size. When that was in vain, because others
+        of that size live on in every slab, a slab is taken or blocks of this size have to go.
+        """
         evicted = 0
         while (short := count - self._ram.slabs.room(nbytes)) > 0:
-            if evicted >= 2 * count + _BATCH_MIN and self._take_slab(nbytes):
-                continue
-            named = self._residency.evict(max(short, _BATCH_MIN) if evicted else short)
-            if not named and not self._take_slab(nbytes):
+            if evicted < 2 * count + _BATCH_MIN:
+                named = self._residency.evict(max(short, _BATCH_MIN) if evicted else short)
+                evicted += named
+                if named:
+                    continue
+            if not self._take_slab(nbytes) and not self._take_oldest(nbytes, short):
                 return
-            evicted += named
 
     def _take_slab(self, nbytes: int) -> bool:
         """Empties a slab of another block size, so that it can be cut anew; False if there is none
@@ -114,6 +128,12 @@ class RoomMaker:
         before = self._ram.slabs.room(nbytes)
         self._residency.evict_addresses(addresses)
         return self._ram.slabs.room(nbytes) > before
+
+    def _take_oldest(self, nbytes: int, count: int) -> bool:
+        """Evicts blocks of this size; False if none may leave."""
+        addresses = self._residency.oldest_addresses(nbytes, count)
+        self._residency.evict_addresses(addresses)
+        return len(addresses) > 0
 
     async def index_rows(self, rows: int) -> None:
         """Waits for a rebuild that runs, and begins one when fewer than `rows` rows are free.

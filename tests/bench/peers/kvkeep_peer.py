@@ -5,15 +5,15 @@ through the shared index and the mapped pool into the caller's buffer."""
 from typing import Any
 
 import numpy as np
-from workload import MIB, Plan, private_buffer, serve
+from workload import MIB, Plan, Target, private_buffer, serve
 
 import kvkeep
 from kvkeep_server.cli.bench_daemon import DaemonProcess
+from kvkeep_server.cli.bench_load import GrownPool
 
 
 class KVKeepPeer:
-    # One batch. Chunks are touched when the pool grows: measured puts wait for it, p99 shows it.
-    warm_share = 0.0
+    warm_share = 0.0  # one batch: the pool's chunks are touched when it grows
 
     def open(self, plan: Plan) -> None:
         pool = plan.working_set_nbytes * 5 // 4 + 2 * plan.batch_nbytes
@@ -21,6 +21,8 @@ class KVKeepPeer:
         self.daemon.start()
         # Room for the batches that a round stages before it commits the first of them.
         self.client = kvkeep.connect(str(plan.directory), staging_nbytes=1024 * MIB, timeout_s=30.0)
+        self.pool = GrownPool(self.client)
+        self.staged_nbytes = 0
         self.namespace = self.client.open_namespace(
             kvkeep.NamespaceSpec(
                 tenant="bench",
@@ -41,16 +43,19 @@ class KVKeepPeer:
         return private_buffer(nbytes)
 
     def stage(self, keys: list[bytes], sources: list[np.ndarray]) -> Any:
+        self.staged_nbytes += sum(source.nbytes for source in sources)
+        self.pool.wait_for(self.staged_nbytes)
         store = self.namespace.store(b"".join(keys))
         for view, source in zip(store.views, sources, strict=True):
             np.copyto(np.frombuffer(view, np.uint8), source)
         return store
 
     def put(self, staged: Any) -> int:
+        self.staged_nbytes = 0
         return staged.commit().stored
 
-    def get(self, keys: list[bytes], into: list[np.ndarray]) -> int:
-        return self.namespace.read_into(b"".join(keys), into)
+    def get(self, keys: list[bytes], into: Target) -> int:
+        return self.namespace.read_into(b"".join(keys), into.whole)
 
     def warm_done(self) -> None:
         """The warm-up's batch stays: the pool has room for it."""

@@ -13,7 +13,7 @@ import mooncake
 import numpy as np
 from mooncake.store import MooncakeDistributedStore
 from processes import Processes, free_port, wait_for_port
-from workload import MIB, Plan, serve
+from workload import MIB, Plan, Target, serve
 
 ENVIRONMENT = {"MC_STORE_CLIENT_METRIC": "0", "GLOG_minloglevel": "1"}
 
@@ -85,9 +85,9 @@ class MooncakePeer:
         codes = self.store.batch_put_from(keys, addresses, [source.nbytes for source in sources])
         return sum(code == 0 for code in codes)
 
-    def get(self, keys: list[bytes], into: list[np.ndarray]) -> int:
-        addresses = [view.ctypes.data for view in into]
-        sizes = [view.nbytes for view in into]
+    def get(self, keys: list[bytes], into: Target) -> int:
+        addresses = [view.ctypes.data for view in into.blocks]
+        sizes = [view.nbytes for view in into.blocks]
         codes = self.store.batch_get_into([key.decode() for key in keys], addresses, sizes)
         return sum(code == size for code, size in zip(codes, sizes, strict=True))
 

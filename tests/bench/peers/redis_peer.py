@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import redis
 from processes import Processes, wait_for_socket
-from workload import Plan, private_buffer, serve
+from workload import Plan, Target, private_buffer, serve
 
 
 class RedisPeer:
@@ -42,9 +42,9 @@ class RedisPeer:
             pipeline.set(key, source.data)
         return sum(bool(done) for done in pipeline.execute())
 
-    def get(self, keys: list[bytes], into: list[np.ndarray]) -> int:
+    def get(self, keys: list[bytes], into: Target) -> int:
         found = 0
-        for value, view in zip(self.client.mget(keys), into, strict=True):
+        for value, view in zip(self.client.mget(keys), into.blocks, strict=True):
             if value is not None:
                 view[:] = np.frombuffer(value, np.uint8)
                 found += 1

@@ -51,6 +51,14 @@ class Plan:
         return self.batch_nbytes * self.batches
 
 
+@dataclass(frozen=True)
+class Target:
+    """Where a batch is read to: one buffer of the caller's, and its piece for each block."""
+
+    whole: np.ndarray
+    blocks: list[np.ndarray]
+
+
 class Peer(Protocol):
     """A store under measurement; ``buffer`` is memory that it may read and write directly."""
 
@@ -60,9 +68,7 @@ class Peer(Protocol):
     def buffer(self, nbytes: int) -> np.ndarray: ...
     def stage(self, keys: list[bytes], sources: list[np.ndarray]) -> Any: ...  # untimed
     def put(self, staged: Any) -> int: ...  # blocks stored
-    def get(
-        self, keys: list[bytes], into: list[np.ndarray]
-    ) -> int: ...  # blocks that lie in `into`
+    def get(self, keys: list[bytes], into: Target) -> int: ...  # blocks that lie in `into`
     def warm_done(self) -> None: ...  # forget what the warm-up stored
     def close(self) -> None: ...
 
@@ -79,9 +85,9 @@ class Workload:
         for first in range(0, plan.source_nbytes, step):
             piece = self.source[first : first + step]
             piece[:] = np.frombuffer(rng.bytes(piece.nbytes), np.uint8)
-        into = peer.buffer(plan.batch_nbytes)
-        into[:] = 0
-        self.into = self._cut(into)
+        whole = peer.buffer(plan.batch_nbytes)
+        whole[:] = 0
+        self.into = Target(whole, self._cut(whole))
 
     def _cut(self, memory: np.ndarray) -> list[np.ndarray]:
         size = self.plan.block_nbytes
@@ -120,10 +126,9 @@ class Workload:
         return {"blocks": blocks}
 
     def verify(self, batch: int) -> dict[str, Any]:
-        for view in self.into:
-            view[:] = 0
+        self.into.whole[:] = 0
         found = self.peer.get(self.keys(batch), self.into)
-        pairs = zip(self.into, self.sources(batch), strict=True)
+        pairs = zip(self.into.blocks, self.sources(batch), strict=True)
         return {"found": found, "wrong": sum(not np.array_equal(got, want) for got, want in pairs)}
 
     @staticmethod

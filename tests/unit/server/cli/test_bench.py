@@ -5,6 +5,7 @@ import statistics
 import sys
 import time
 import tomllib
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -13,9 +14,9 @@ import pytest
 from click.testing import CliRunner
 
 from kvkeep_server.cli import bench as bench_command
-from kvkeep_server.cli import bench_daemon
+from kvkeep_server.cli import bench_daemon, bench_load
 from kvkeep_server.cli.bench_daemon import DaemonError, DaemonProcess, toml
-from kvkeep_server.cli.bench_load import Source, WrongBytesError
+from kvkeep_server.cli.bench_load import GrownPool, NoRoomError, Source, WrongBytesError
 from kvkeep_server.cli.bench_local import LocalBench, Plan, machine
 from kvkeep_server.cli.bench_rows import (
     BOUNDS,
@@ -35,6 +36,7 @@ from kvkeep_server.cli.bench_timing import (
     loop,
     memcpy,
 )
+from kvkeep_server.core.errors import KVKeepError
 from kvkeep_server.core.memory_limit import MemoryLimit
 
 MiB = 1 << 20
@@ -89,9 +91,11 @@ class DictStore:
 @dataclass
 class DictClient:
     spoil: object = staticmethod(lambda _buffer: None)
+    pool_nbytes: int = 1 << 40
 
     def stats(self):
-        return SimpleNamespace(leases=0)
+        pool = SimpleNamespace(chunk_nbytes=self.pool_nbytes, slot_nbytes_used=0)
+        return SimpleNamespace(leases=0, pool=pool)
 
     def open_namespace(self, spec):
         return DictNamespace(spec.groups[0].block_nbytes, self.spoil)
@@ -286,3 +290,37 @@ def test_sizes_are_checked():
     result = CliRunner().invoke(bench_command.bench, ["local", "--resident", "5"])
     assert result.exit_code == 2
     assert "'5' is not a size of at least 1MiB" in result.output
+
+
+def test_blocks_are_stored_when_the_pool_has_grown(monkeypatch):
+    client = DictClient(pool_nbytes=0)
+    monkeypatch.setattr(bench_load, "GROWTH_S", 0.05)
+    with pytest.raises(NoRoomError, match="did not grow by 5 bytes"):
+        GrownPool(client).wait_for(5)
+    client.pool_nbytes = bench_load.GROWTH_MARGIN_NBYTES + 5
+    GrownPool(client).wait_for(5)
+
+
+def test_an_early_end_is_explained_by_the_daemon_if_it_ended(monkeypatch):
+    ended = []
+
+    @contextmanager
+    def daemon(_directory, _tables):
+        def check(_grace_s):
+            if ended:
+                raise DaemonError("the bench's daemon ended with 3")
+
+        yield SimpleNamespace(socket="nowhere", check=check)
+
+    @contextmanager
+    def connect(*_args, **_options):
+        yield DictClient(pool_nbytes=0)
+
+    monkeypatch.setattr(bench_command, "DaemonProcess", daemon)
+    monkeypatch.setattr(bench_command.kvkeep, "connect", connect)
+    monkeypatch.setattr(bench_load, "GROWTH_S", 0.0)
+    with pytest.raises(KVKeepError, match="ended early: the daemon's pool did not grow"):
+        bench_command._run(SMALL)
+    ended.append(True)
+    with pytest.raises(DaemonError, match="ended with 3"):
+        bench_command._run(SMALL)

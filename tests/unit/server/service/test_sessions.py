@@ -440,3 +440,10 @@ def test_telling_may_end_sessions_meanwhile(sessions, table, ended):
     sessions.tell_all("chunk_added", {"chunk_id": 1, "nbytes": 2}, table.offers)
     assert len(ended) == 3
     assert len(sessions) == 0
+
+
+def test_no_secret_is_shown_when_a_session_is(sessions):
+    welcome = close_offers(sessions.open(hello(PAGE, credential="hunter2")))
+    shown = repr(welcome) + repr(sessions.get(welcome.token))
+    assert repr(welcome.token) not in shown
+    assert "hunter2" not in shown

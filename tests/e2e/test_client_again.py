@@ -1,0 +1,97 @@
+"""Clients that end and start again: the same keys in a new process, and what ending leaves."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kvkeep
+from tests.e2e import ending_client
+from tests.e2e.restarted_engine import BLOCKS
+from tests.fakes.daemon_process import running_daemon
+from tests.fakes.generated_blocks import blocks_of, place_of, store_chain
+from tests.fakes.waiting import wait_until
+
+ROOT = Path(__file__).parents[2]
+CONFIG = '[ram]\nsize = "64MiB"\n[sessions]\nstaging = "4MiB"\n'
+OTHER_FACTS = [
+    {"weights_fingerprint": "other weights"},  # B010: under the same served name
+    {"layout_version": "2"},
+    {"kv_dtype": "fp8_e4m3"},
+    {"engine": "another"},
+    {"layout_switches": ["KV_LAYOUT=HND"]},
+    {"namespace_epoch": 1},
+    {"block_nbytes": 12_000},
+    {"tenant": "another"},
+]
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory):
+    with running_daemon(tmp_path_factory.mktemp("daemon"), CONFIG) as started:
+        yield started
+        assert "Traceback" not in started.log
+
+
+MISSED = {"found": 0, "exact": 0, "stored": BLOCKS}
+HIT = {"found": BLOCKS, "exact": BLOCKS, "stored": 0}
+
+
+def engine(daemon, seed, *namespaces) -> list[dict]:
+    """A new process, whose `hash()` is another."""
+    facts = json.dumps(namespaces)
+    ended = subprocess.run(
+        [sys.executable, "-m", "tests.e2e.restarted_engine", daemon.runtime_dir, facts],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONHASHSEED": str(seed)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return json.loads(ended.stdout)
+
+
+def test_a_restarted_engine_finds_exactly_what_it_stored(daemon):
+    """B004."""
+    assert engine(daemon, 1, {}) == [MISSED]
+    for seed in (1, 2, 3):
+        assert engine(daemon, seed, {}) == [HIT]
+
+
+def test_an_engine_that_differs_in_anything_misses(daemon):
+    """B004, B010. It finds nothing of the others, stores its own, and all are right afterwards."""
+    engine(daemon, 0, {})
+    assert engine(daemon, 1, *OTHER_FACTS) == [MISSED] * len(OTHER_FACTS)
+    assert engine(daemon, 2, {}, *OTHER_FACTS) == [HIT] * (1 + len(OTHER_FACTS))
+
+
+def test_the_pool_stays_when_clients_end(daemon):
+    """B064: fifty of them, of which none owns what it maps."""
+    shm = set(os.listdir("/dev/shm"))
+    with kvkeep.connect(daemon.runtime_dir) as client:
+        namespace = client.open_namespace(ending_client.SPEC)
+        assert store_chain(namespace, ending_client.KEYS).refused == 0
+        with namespace.acquire(ending_client.KEYS) as acquired:
+            command = [sys.executable, "-m", "tests.e2e.ending_client", daemon.runtime_dir, "9"]
+            for _ in range(5):
+                ended = subprocess.run(
+                    command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+                )
+                assert ended.returncode == 0, ended.stderr
+                assert "resource_tracker" not in ended.stderr
+            expected = blocks_of(place_of(""), ending_client.KEYS, ending_client.BLOCK_NBYTES)
+            assert acquired.leased == ending_client.BLOCKS
+            assert all(
+                view == row.data for view, row in zip(acquired.views(), expected, strict=True)
+            )
+        wait_until(lambda: client.stats().sessions == 1, 1.0, "their sessions are over")
+        wait_until(lambda: client.stats().leases == 0, 1.0, "their leases are back")
+        assert client.stats().sessions_ended_total >= 50
+    assert set(os.listdir("/dev/shm")) <= shm
+    # The daemon has no helper process that could take shared memory for its own.
+    assert not Path(f"/proc/{daemon.pid}/task/{daemon.pid}/children").read_text()

@@ -1,0 +1,205 @@
+"""Copies are exact or not counted, whatever the buffers are and whatever changes meanwhile."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+from kvkeep.copying import copy_blocks, targets_of, unchanged, view_blocks
+from kvkeep.errors import InvalidArgumentError
+from kvkeep.shared_memory import Chunk, RegionError, map_region
+from tests.fakes.regions import FakeChunk
+
+MiB = 1 << 20
+
+
+class Pool:
+    """Fake chunks and their read-only maps."""
+
+    def __init__(self, *sizes: int) -> None:
+        self.fakes = [FakeChunk(number, nbytes) for number, nbytes in enumerate(sizes)]
+        self.chunks: dict[int, Chunk] = {}
+        for fake in self.fakes:
+            fd = fake.client_fd()
+            region = map_region(fd, fake.nbytes)
+            os.close(fd)
+            self.chunks[fake.chunk_id] = Chunk(region, chunk_id=fake.chunk_id, server_epoch=42)
+
+    def store(self, blocks: list[bytes], *, gap: int = 0) -> tuple[list[int], list[int]]:
+        """Addresses and generations; the chunks take turns, `gap` pages are left between."""
+        addresses, generations = [], []
+        for number, block in enumerate(blocks):
+            fake = self.fakes[number % len(self.fakes)]
+            page = fake.allocate(len(block))
+            fake.next_page += gap
+            generations.append(fake.write(page, block))
+            addresses.append(fake.address(page))
+        return addresses, generations
+
+    def copy(self, addresses: list[int], generations: list[int], nbytes: int, into) -> int:
+        """In two pieces, as look-ups of many keys give them."""
+        half = len(addresses) // 2
+        parts = [(addresses[:half], generations[:half]), (addresses[half:], generations[half:])]
+        places = [
+            (np.array(a, dtype=np.uint64), np.array(g, dtype=np.uint64)) for a, g in parts if a
+        ]
+        return copy_blocks(self.chunks, places, nbytes, -(-nbytes // 4096) * 4096, into)
+
+
+def shifted(nbytes: int, shift: int) -> np.ndarray:
+    """A buffer of its own that begins `shift` bytes after a page."""
+    memory = np.zeros(nbytes + 8192, np.uint8)
+    first = -memory.ctypes.data % 4096 + shift
+    return memory[first : first + nbytes]
+
+
+@pytest.mark.parametrize("nbytes", [1, 890, 4096, 5000, 58_368, 65_536, 262_144 + 512, 2 * MiB])
+@pytest.mark.parametrize("shift", [0, 1, 16, 31, 32, 4095])
+@pytest.mark.parametrize("gap", [0, 1])
+def test_one_buffer(nbytes, shift, gap):
+    rng = np.random.default_rng(nbytes)
+    blocks = [rng.bytes(nbytes) for _ in range(5)]
+    pool = Pool(16 * MiB)
+    into = shifted(5 * nbytes, shift)
+    places = pool.store(blocks, gap=gap)
+    assert pool.copy(*places, nbytes, targets_of(into, 5, nbytes)) == 5
+    assert into.tobytes() == b"".join(blocks)
+
+
+@pytest.mark.parametrize("nbytes", [890, 4096, 58_368])
+@pytest.mark.parametrize("shift", [0, 16])
+def test_a_buffer_for_each_block(nbytes, shift):
+    rng = np.random.default_rng(nbytes)
+    blocks = [rng.bytes(nbytes) for _ in range(5)]
+    pool = Pool(MiB, MiB)
+    into = [shifted(nbytes, shift) for _ in blocks]
+    assert pool.copy(*pool.store(blocks), nbytes, targets_of(into, 5, nbytes)) == 5
+    assert [one.tobytes() for one in into] == blocks
+
+
+def test_long_runs_are_cut_and_joined_without_a_gap():
+    rng = np.random.default_rng(1)
+    blocks = [rng.bytes(4096) for _ in range(700)]
+    pool = Pool(8 * MiB)
+    into = shifted(700 * 4096, 16)
+    assert pool.copy(*pool.store(blocks), 4096, targets_of(into, 700, 4096)) == 700
+    assert into.tobytes() == b"".join(blocks)
+
+
+@pytest.mark.parametrize("changed", range(6))
+@pytest.mark.parametrize("kind", ["reused", "being written"])
+@pytest.mark.parametrize("many", [False, True], ids=["one buffer", "many"])
+def test_a_changed_slot_ends_what_is_exact(changed, kind, many):
+    blocks = [bytes([i]) * 5000 for i in range(6)]
+    pool = Pool(MiB, MiB)
+    addresses, generations = pool.store(blocks)
+    fake, page = pool.fakes[changed % 2], addresses[changed] & 0xFFFFFFFF
+    if kind == "reused":
+        fake.write(page, b"x" * 5000)
+    else:
+        fake.reuse(page)
+    into = [bytearray(5000) for _ in blocks] if many else bytearray(30_000)
+    exact = pool.copy(addresses, generations, 5000, targets_of(into, 6, 5000))
+    assert exact == changed
+    assert b"".join(into if many else [into])[: 5000 * exact] == b"".join(blocks[:exact])
+
+
+@pytest.mark.parametrize("many", [False, True], ids=["one buffer", "many"])
+@pytest.mark.parametrize(
+    "address",
+    [1 << 32 | 300, 0, 1, 255, 2**32 - 1],
+    ids=["unmapped chunk", "header", "generations", "runs out of the chunk", "far outside"],
+)
+def test_an_address_outside_of_what_is_mapped_is_a_miss(address, many):
+    pool = Pool(MiB)
+    (good,), (generation,) = pool.store([b"a" * 5000])
+    into = [bytearray(5000) for _ in range(3)] if many else bytearray(15_000)
+    places = [good, address, good], [generation, 2, generation]
+    assert pool.copy(*places, 5000, targets_of(into, 3, 5000)) == 1
+    with pytest.raises(RegionError):
+        view_blocks(pool.chunks, np.array([address], dtype=np.uint64), 5000)
+
+
+def test_views_are_read_only_and_show_the_pool():
+    pool = Pool(MiB)
+    addresses, generations = pool.store([b"a" * 5000, b"b" * 5000])
+    columns = np.array(addresses, dtype=np.uint64), np.array(generations, dtype=np.uint64)
+    views = view_blocks(pool.chunks, columns[0], 5000)
+    assert [bytes(view) for view in views] == [b"a" * 5000, b"b" * 5000]
+    assert all(view.readonly for view in views)
+    assert unchanged(pool.chunks, *columns) == 2
+
+
+@pytest.mark.parametrize(
+    ("buffers", "match"),
+    [
+        (bytearray(9999), "9999 bytes.*10000 writable"),
+        (bytes(10_000), "read-only"),
+        ([bytearray(5000)], "1 buffers.*2, one a key"),
+        ([bytearray(5000), bytearray(4999)], r"buffers\[1\] is '4999 bytes"),
+        (7, "contiguous buffer"),
+        (np.zeros((100, 200), np.uint8)[:, :100], "contiguous"),
+    ],
+)
+def test_buffers_that_do_not_fit_are_refused(buffers, match):
+    with pytest.raises(InvalidArgumentError, match=match):
+        targets_of(buffers, 2, 5000)
+
+
+def test_buffers_of_any_element_type_fit():
+    into = np.zeros((2, 1250), np.float32)
+    pool = Pool(MiB)
+    blocks = [bytes(5000), b"\1" * 5000]
+    assert pool.copy(*pool.store(blocks), 5000, targets_of(into, 2, 5000)) == 2
+    assert into.tobytes() == b"".join(blocks)
+
+
+def test_no_reuse_of_a_slot_goes_unnoticed():
+    """A writer reuses slots all the time; each block's bytes are its generation."""
+    pool = Pool(2 * MiB)
+    fake = pool.fakes[0]
+    nbytes, slots = 16_384, 8
+    pages = [fake.allocate(nbytes) for _ in range(slots)]
+    stop = threading.Event()
+    bytes_of = fake.bytes.view(np.uint64)
+
+    def write(page: int) -> None:
+        fake.reuse(page)
+        start = page * 512
+        bytes_of[start : start + nbytes // 8] = fake._counter + 2
+        fake.seal(page)
+
+    def refill() -> None:
+        rng = np.random.default_rng(0)
+        while not stop.is_set():
+            write(pages[int(rng.integers(slots))])
+
+    for page in pages:
+        write(page)
+    writer = threading.Thread(target=refill)
+    writer.start()
+    into = np.zeros(nbytes // 8, np.uint64)
+    refused = 0
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for number in range(20_000):
+            page = pages[number % slots]
+            generation = int(fake.generations[page])
+            if generation % 2:
+                continue
+            if pool.copy([fake.address(page)], [generation], nbytes, memoryview(into).cast("B")):
+                assert (into == generation).all()
+            else:
+                refused += 1
+            if refused > 200:
+                break
+    finally:
+        sys.setswitchinterval(interval)
+        stop.set()
+        writer.join()
+    assert refused

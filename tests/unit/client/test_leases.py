@@ -1,0 +1,181 @@
+"""Leases: views, their end, and the reader that outlived its lease."""
+
+from __future__ import annotations
+
+import grpc
+import numpy as np
+import pytest
+
+import kvkeep
+from kvkeep.v1 import block_cache_pb2 as pb
+from tests.fakes.waiting import wait_until
+from tests.unit.client.conftest import BLOCK_NBYTES, chain, contents, spec, store
+
+
+@pytest.fixture
+def keys(namespace):
+    keys = chain(4)
+    store(namespace, keys)
+    return keys
+
+
+def page_of(daemon, key: bytes) -> int:
+    row = daemon.index.row_of(daemon.opened[0].namespace_id(0), 0, key)
+    return int(daemon.index.address[row])
+
+
+def test_views_show_the_blocks_and_the_lease_goes_back(daemon, namespace, keys):
+    with namespace.acquire([*keys, b"x" * 32]) as acquired:
+        assert (acquired.blocks, acquired.leased, acquired.skipped) == (4, 4, 0)
+        assert acquired.status == (kvkeep.BlockStatus.READY,) * 4 + (kvkeep.BlockStatus.MISS,)
+        assert acquired.ended is kvkeep.MissReason.NEVER_SEEN
+        assert acquired.ttl_s == 30
+        assert daemon.leases == {acquired.lease_id}
+        views = acquired.views()
+        assert [bytes(view) for view in views] == contents(keys)
+        assert all(view.readonly for view in views)
+        array = acquired.array(2)
+        assert (array.shape, array.dtype, array.flags.writeable) == ((BLOCK_NBYTES,), "u1", False)
+        assert array.tobytes() == contents(keys)[2]
+        assert acquired.addresses().tolist() == [page_of(daemon, key) for key in keys]
+        assert acquired.exact() == 4
+    wait_until(lambda: not daemon.leases, 10, "the lease comes back")
+    with pytest.raises(ValueError, match="released"):
+        bytes(views[0])
+    with pytest.raises(kvkeep.LeaseLostError):
+        acquired.views()
+    acquired.release()
+
+
+def test_nothing_to_lease(daemon, namespace):
+    with namespace.acquire(chain(2, "unknown")) as acquired:
+        assert (acquired.blocks, acquired.leased, acquired.lease_id) == (0, 0, 0)
+        assert acquired.views() == []
+        acquired.renew()
+    assert "Release" not in daemon.calls
+
+
+def test_leading_blocks_can_be_skipped(namespace, keys):
+    with namespace.acquire(keys, skip_blocks=3) as acquired:
+        assert (acquired.blocks, acquired.skipped, acquired.leased) == (4, 3, 1)
+        assert [bytes(view) for view in acquired.views()] == contents(keys[3:])
+    with namespace.acquire(keys, skip_blocks=4) as acquired:
+        assert (acquired.blocks, acquired.skipped, acquired.leased) == (4, 4, 0)
+        assert acquired.views() == []
+    with pytest.raises(kvkeep.InvalidArgumentError, match="skip_blocks"):
+        namespace.acquire(keys, skip_blocks=5)
+
+
+def test_a_budget_defers_the_rest(namespace, keys):
+    with namespace.acquire(keys, byte_budget=3 * BLOCK_NBYTES) as acquired:
+        assert (acquired.blocks, acquired.leased) == (4, 3)
+        assert acquired.status[3] is kvkeep.BlockStatus.DEFERRED
+
+
+def test_an_expired_lease_with_unchanged_slots_is_no_error(daemon, namespace, keys):
+    with namespace.acquire(keys) as acquired:
+        daemon.leases.clear()
+        assert bytes(acquired.views()[0]) == contents(keys)[0]
+
+
+@pytest.mark.parametrize("block", range(4))
+@pytest.mark.parametrize("sealed", [False, True], ids=["being written", "sealed again"])
+def test_a_slot_reused_under_its_views_is_learned_on_leaving(daemon, namespace, keys, block, sealed):
+    chunk, page = daemon.chunks[0], page_of(daemon, keys[block])
+    with pytest.raises(kvkeep.LeaseLostError, match="reused"), namespace.acquire(keys) as acquired:
+        daemon.leases.clear()
+        chunk.reuse(page)
+        if sealed:
+            chunk.seal(page)
+        assert acquired.exact() == block
+    assert not acquired._open
+
+
+def test_a_reuse_does_not_hide_the_bodys_own_error(daemon, namespace, keys):
+    with pytest.raises(RuntimeError, match="gpu") as failure, namespace.acquire(keys):
+        daemon.chunks[0].reuse(page_of(daemon, keys[0]))
+        raise RuntimeError("gpu")
+    assert any("reused" in note for note in failure.value.__notes__)
+
+
+def test_renewing(daemon, namespace, keys):
+    with namespace.acquire(keys, ttl_s=5) as acquired:
+        assert acquired.ttl_s == 5
+        acquired.renew(ttl_s=7)
+        assert acquired.ttl_s == 7
+        daemon.leases.clear()
+        with pytest.raises(kvkeep.LeaseLostError):
+            acquired.renew()
+
+
+def test_a_lease_ends_with_its_session_but_its_views_stay(daemon, namespace, keys):
+    with namespace.acquire(keys) as acquired:
+        views = acquired.views()
+        daemon.end(daemon.only_session())
+        wait_until(lambda: not acquired._opened.session.alive, 10, "the session is over")
+        assert [bytes(view) for view in views] == contents(keys)
+        with pytest.raises(kvkeep.LeaseLostError):
+            acquired.renew()
+
+
+def test_views_outlive_the_client(daemon):
+    keys = chain(2)
+    with kvkeep.connect(daemon.directory) as client:
+        namespace = client.open_namespace(spec())
+        store(namespace, keys)
+        acquired = namespace.acquire(keys)
+        array = acquired.array(1)
+    assert array.tobytes() == contents(keys)[1]
+    acquired.release()
+
+
+def test_releases_go_together(daemon, namespace, keys):
+    acquired = [namespace.acquire(keys) for _ in range(50)]
+    assert len(daemon.leases) == 50
+    for one in acquired:
+        one.release()
+        one.release()
+    wait_until(lambda: not daemon.leases, 10, "the leases come back")
+
+
+def test_a_lost_release_is_no_error(daemon, namespace, keys):
+    daemon.fail_next("Release", grpc.StatusCode.UNAVAILABLE)
+    namespace.acquire(keys).release()
+    wait_until(lambda: "Release" in daemon.calls, 10, "a try")
+    namespace.acquire(keys).release()
+    wait_until(lambda: daemon.calls.count("Release") == 2, 10, "another try")
+
+
+def test_a_chunk_that_is_not_mapped_yet_is_waited_for(daemon, namespace, monkeypatch):
+    keys = chain(2)
+    namespace_id = daemon.opened[0].namespace_id(0)
+    chunk = daemon.add_chunk(1 << 20)
+    page = daemon.put(namespace_id, 0, keys[0], contents(keys)[0], chunk_id=1)
+    with namespace.acquire(keys) as acquired:
+        assert bytes(acquired.views()[0]) == contents(keys)[0]
+        assert acquired.addresses().tolist() == [chunk.address(page)]
+
+
+def test_a_chunk_that_never_comes_gives_the_lease_back(daemon, namespace):
+    keys = chain(1)
+    daemon.index.insert(daemon.opened[0].namespace_id(0), 0, keys[0], 9 << 32 | 300, 2)
+    with pytest.raises(kvkeep.UnavailableError, match=r"chunks \[9\]"):
+        namespace.acquire(keys, timeout_s=0.05)
+    wait_until(lambda: not daemon.leases, 10, "the lease comes back")
+    assert namespace.read_into(keys, bytearray(BLOCK_NBYTES)) == 0
+
+
+def test_an_address_outside_of_its_chunk_is_refused(daemon, namespace):
+    keys = chain(1)
+    daemon.index.insert(daemon.opened[0].namespace_id(0), 0, keys[0], 2**32 - 1, 2)
+    answer = pb.AcquireResponse()
+    assert not answer.lease_id
+    with pytest.raises(kvkeep.KVKeepError), namespace.acquire(keys) as acquired:
+        acquired.views()
+
+
+def test_arrays_of_views_do_not_stop_the_release(daemon, namespace, keys):
+    with namespace.acquire(keys) as acquired:
+        array = np.frombuffer(acquired.views()[0], np.uint8)
+    wait_until(lambda: not daemon.leases, 10, "the lease comes back")
+    assert array.tobytes() == contents(keys)[0]
