@@ -9,6 +9,8 @@ import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from kvkeep.errors import UnavailableError
+from kvkeep.forking import CHILD_MAY_USE_GRPC, REFUSAL
 from kvkeep.keeper import SessionKeeper
 from kvkeep.namespace import Namespace
 from kvkeep.session import FD_SOCKET_NAME, Session, SessionSettings
@@ -148,8 +150,13 @@ def connect(
     256 bytes. `staging_nbytes` is the room for blocks on their way in, 0 = the daemon's default.
     `timeout_s` is the deadline of attaching, and of every call that names none.
 
+    A child that is forked afterwards attaches anew with its first call, if kvkeep was imported
+    before grpc (see kvkeep.forking); otherwise its calls raise UnavailableError.
+
     Errors: InvalidArgumentError, UnavailableError (no daemon, or it refused), DeadlineError.
     """
+    if _forked_in_vain:
+        raise UnavailableError(REFUSAL)
     directory = Path(runtime_dir) if runtime_dir is not None else _default_runtime_dir()
     path = os.fsencode(directory / FD_SOCKET_NAME)
     if len(path) > _SOCKET_PATH_NBYTES_MAX:
@@ -177,10 +184,14 @@ def _default_runtime_dir() -> Path:
 
 
 _clients: weakref.WeakSet[Client] = weakref.WeakSet()
+_forked_in_vain = False
 
 
 def _after_fork_in_child() -> None:
-    for client in list(_clients):
+    global _forked_in_vain  # noqa: PLW0603 - a fact about the process
+    clients = list(_clients)
+    _forked_in_vain = _forked_in_vain or (bool(clients) and not CHILD_MAY_USE_GRPC)
+    for client in clients:
         client.after_fork_in_child()
 
 

@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from kvkeep.errors import KVKeepError, UnavailableError
+from kvkeep.forking import CHILD_MAY_USE_GRPC, REFUSAL
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,6 +45,7 @@ class SessionKeeper:
         self._session: Session | None = None
         self._closed = threading.Event()
         self._must_revive = False
+        self._forked_in_vain = False
         self._reset()
 
     def _reset(self) -> None:
@@ -75,6 +77,8 @@ class SessionKeeper:
         if session is None:
             if self._closed.is_set():
                 raise UnavailableError("the client is closed")
+            if self._forked_in_vain:
+                raise UnavailableError(REFUSAL)
             raise UnavailableError("no session with the daemon; attaching again")
         return session
 
@@ -98,7 +102,7 @@ class SessionKeeper:
             thread.join(_JOIN_TIMEOUT_S)
 
     def after_fork_in_child(self) -> None:
-        """The parent's session is not ours: the next call attaches anew."""
+        """The parent's session is not ours: the next call attaches anew, where gRPC allows it."""
         if self._session is not None:
             self._session.abandon()
             # Never freed: taking gRPC's channel apart in a child waits for threads it has not.
@@ -106,7 +110,8 @@ class SessionKeeper:
             self._session = None
         if self._wake_fd >= 0:
             os.close(self._wake_fd)
-        self._must_revive = not self._closed.is_set()
+        self._must_revive = CHILD_MAY_USE_GRPC and not self._closed.is_set()
+        self._forked_in_vain = not CHILD_MAY_USE_GRPC
         self._reset()
 
     def _wake(self) -> None:

@@ -133,7 +133,8 @@ class Chunk:
 
     def generations_at(self, pages: NDArray[np.int64]) -> NDArray[np.uint64]:
         """Of slots, shape (n,); that of a page beyond the end is no slot's."""
-        return self.generations[np.minimum(pages, self._last_page)]
+        generations: NDArray[np.uint64] = self.generations[np.minimum(pages, self._last_page)]
+        return generations
 
 
 def check_magic(what: str, magic: bytes, expected: bytes, version: int) -> None:

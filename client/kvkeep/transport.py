@@ -5,6 +5,9 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Final, TypeVar
 
+import kvkeep.forking  # noqa: F401 - chooses gRPC's poller
+
+# isort: split
 import grpc
 
 from kvkeep.errors import (

@@ -246,7 +246,7 @@ class Daemon:
         _log.info(
             "serving", extra={"runtime_dir": str(directory), "server_epoch": self._server_epoch}
         )
-        upkeep = asyncio.create_task(_upkeep(core))
+        upkeep = asyncio.create_task(_upkeep(core, self._clock, self._settings.sessions.timeout_s))
         stopped = asyncio.create_task(stop.wait())
         try:
             # Upkeep ends by a broken invariant only: then it is better not to serve at all.
@@ -289,10 +289,20 @@ def _stop_signal() -> asyncio.Event:
     return stop
 
 
-async def _upkeep(core: Core) -> None:
-    """Credits look-ups, ends what is over, grows the pool ahead of need. Ends with the daemon."""
+async def _upkeep(core: Core, clock: Clock, session_timeout_s: float) -> None:
+    """Credits look-ups, ends what is over, grows the pool ahead of need. Ends with the daemon.
+
+    After a time in which this process did not run (it was stopped, or its machine was) nothing is
+    ended for a while: nobody could be heard, and heartbeats still wait to be read.
+    """
+    ran_s = judge_from_s = clock.monotonic_s()
     while True:
+        now_s = clock.monotonic_s()
+        if now_s - ran_s > session_timeout_s / 4:
+            judge_from_s = now_s + session_timeout_s / 2
+        ran_s = now_s
         core.service.drain_touches()
-        core.service.sweep()
+        if now_s >= judge_from_s:
+            core.service.sweep()
         core.room.grow_ahead()
         await asyncio.sleep(_UPKEEP_PERIOD_S)

@@ -14,7 +14,6 @@ import kvkeep
 from tests.crash.dying_clients import (
     BEGUN,
     BLOCK_NBYTES,
-    BLOCKS,
     OVER,
     PHASES,
     SPEC,

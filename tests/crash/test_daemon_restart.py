@@ -1,5 +1,6 @@
 """P13: a daemon that dies takes no client with it, and leaves nothing behind."""
 
+import contextlib
 import os
 import random
 import signal
@@ -7,9 +8,12 @@ import time
 
 import pytest
 
-from tests.crash.restart_clients import LIVES_KEPT, work
+import kvkeep
+from tests.crash.restart_clients import BLOCKS, LIVES_KEPT, SPEC, work
 from tests.fakes.client_process import client_processes
-from tests.fakes.daemon_process import DaemonProcess
+from tests.fakes.daemon_process import DaemonProcess, running_daemon
+from tests.fakes.generated_blocks import chain_keys, store_chain
+from tests.fakes.waiting import wait_until
 
 CLIENTS, THREADS = 3, 2
 ATTACHED_S = 2.0
@@ -37,10 +41,12 @@ def test_a_dead_daemon_takes_no_client_with_it(tmp_path, promise_count):
             for turn in range(promise_count):
                 time.sleep(0.1 + source.random() * 0.3)
                 # Mostly as it goes when it goes wrong; now and then as an upgrade does it.
-                daemon.end(signal.SIGTERM if turn % 5 == 4 else signal.SIGKILL)
+                number = signal.SIGTERM if turn % 5 == 4 else signal.SIGKILL
+                assert daemon.end(number) == (0 if number == signal.SIGTERM else -number)
                 if turn % 3 == 2:
                     time.sleep(0.5)
-                assert all(client.alive for client in clients)
+                for client in clients:
+                    client.check_alive()
                 daemon.config = config(SIZES[(turn + 1) % len(SIZES)])
                 daemon.start()
                 serving_s = time.monotonic()
@@ -67,3 +73,29 @@ def test_a_dead_daemon_takes_no_client_with_it(tmp_path, promise_count):
     assert "Traceback" not in daemon.log
     assert set(os.listdir("/dev/shm")) <= before
     assert set(os.listdir(daemon.runtime_dir)) == {"kvkeep.lock"}
+
+
+def test_a_daemon_that_was_stopped_ends_nobody(tmp_path):
+    """While it could not hear, silence says nothing: sessions and leases of the living go on."""
+    timeout_s, clients = 2.0, 4
+    text = f'[sessions]\ntimeout = "{timeout_s:.0f}s"\n[leases]\nttl = "60s"\n'
+    keys = chain_keys("kept", BLOCKS)
+    with running_daemon(tmp_path, text) as daemon, contextlib.ExitStack() as held:
+        attached = [held.enter_context(kvkeep.connect(daemon.runtime_dir)) for _ in range(clients)]
+        namespaces = [client.open_namespace(SPEC) for client in attached]
+        store_chain(namespaces[0], keys)
+        leases = [namespace.acquire(keys) for namespace in namespaces]
+        for _ in range(2):
+            daemon.send(signal.SIGSTOP)
+            time.sleep(2 * timeout_s)
+            assert namespaces[0].lookup(keys).blocks == BLOCKS
+            daemon.send(signal.SIGCONT)
+            time.sleep(timeout_s)
+            for lease in leases:
+                lease.renew()
+            stats = attached[0].stats()
+            assert (stats.sessions, stats.leases) == (clients, clients)
+            assert stats.sessions_ended_total == 0
+        # Those that really are gone are noticed all the same.
+        attached[-1].close()
+        wait_until(lambda: attached[0].stats().sessions == clients - 1, 1.0, "one has left")

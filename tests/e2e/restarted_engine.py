@@ -2,8 +2,8 @@
 
     python -m tests.e2e.restarted_engine RUNTIME_DIR FACTS
 
-FACTS is a JSON list: of each namespace, what differs in its specification. Prints a list of {"found",
-"exact", "stored"}: blocks that it found, those of them that were exact, and those that it stored.
+FACTS is a JSON list: of each namespace, what differs in its specification. Prints a list of
+{"found", "exact", "stored"}: blocks that it found, those that were exact, those that it stored.
 """
 
 import json

@@ -64,6 +64,11 @@ class ClientProcess:
     def alive(self) -> bool:
         return self._process.is_alive()
 
+    def check_alive(self) -> None:
+        """An AssertionError with its traceback or its exit code, if it ended."""
+        while not self.alive:
+            self.hear()
+
     def tell(self, what: object) -> None:
         self._connection.send(what)
 

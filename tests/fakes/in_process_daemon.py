@@ -170,7 +170,12 @@ class FakeDaemon(pb_grpc.BlockCacheServicer):
                 connection, _ = self._listener.accept()
             except OSError:
                 return
-            threading.Thread(target=self._welcome, args=(connection,), daemon=True).start()
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        # The client may go, or the daemon be stopped, at any moment.
+        with contextlib.suppress(OSError):
+            self._welcome(connection)
 
     def _welcome(self, connection: socket.socket) -> None:
         hello = pb.SideHello.FromString(connection.recv(4096))
@@ -190,12 +195,13 @@ class FakeDaemon(pb_grpc.BlockCacheServicer):
             *((pb.FD_KIND_CHUNK, chunk.chunk_id, chunk) for chunk in self.chunks),
         ]
         offers = [offer for offer in offers if offer[0] in self.welcome_kinds]
-        # Two packets, so that `more` is tried.
-        self._send(session, 0, offers[:1], more=True)
-        self._send(session, 0, offers[1:])
-        with contextlib.suppress(OSError):
+        try:
+            # Two packets, so that `more` is tried.
+            self._send(session, 0, offers[:1], more=True)
+            self._send(session, 0, offers[1:])
             connection.recv(1)
-        self.end(session)
+        finally:
+            self.end(session)
 
     def _send(
         self,

@@ -133,7 +133,7 @@ class BlockCacheServicer(object):
         third of `session_timeout_ms`; the server sends events. Losing this stream alone ends nothing: the session
         ends with its fd socket, or when no heartbeat and no call came for `session_timeout_ms`.
         New file descriptors that an event announces follow on the fd socket before the event is sent.
-        Errors: UNAUTHENTICATED, ABORTED (a newer Attach of the same session took over).
+        Errors: UNAUTHENTICATED, FAILED_PRECONDITION (a newer Attach of the same session took over).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -444,7 +444,7 @@ class BlockCacheStub(typing.Generic[_BlockCacheOpenNamespaceType, _BlockCacheAtt
     third of `session_timeout_ms`; the server sends events. Losing this stream alone ends nothing: the session
     ends with its fd socket, or when no heartbeat and no call came for `session_timeout_ms`.
     New file descriptors that an event announces follow on the fd socket before the event is sent.
-    Errors: UNAUTHENTICATED, ABORTED (a newer Attach of the same session took over).
+    Errors: UNAUTHENTICATED, FAILED_PRECONDITION (a newer Attach of the same session took over).
     """
 
     Lookup: _BlockCacheLookupType
@@ -609,7 +609,7 @@ class BlockCacheServicer(metaclass=abc.ABCMeta):
         third of `session_timeout_ms`; the server sends events. Losing this stream alone ends nothing: the session
         ends with its fd socket, or when no heartbeat and no call came for `session_timeout_ms`.
         New file descriptors that an event announces follow on the fd socket before the event is sent.
-        Errors: UNAUTHENTICATED, ABORTED (a newer Attach of the same session took over).
+        Errors: UNAUTHENTICATED, FAILED_PRECONDITION (a newer Attach of the same session took over).
         """
 
     @abc.abstractmethod

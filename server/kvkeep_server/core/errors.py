@@ -22,17 +22,20 @@ class InvalidArgumentError(KVKeepError):
     Args:
         field: Name of the field, as the caller wrote it.
         value: The value; shown with `repr`, cut at 100 characters.
-        allowed: What is allowed there.
+        allowed: What is allowed there, cut at 300 characters.
         fix: What the caller should do.
     """
 
     def __init__(self, field: str, value: object, allowed: str, fix: str) -> None:
         """See the class."""
-        shown = repr(value)
-        if len(shown) > 100:
-            shown = shown[:97] + "..."
-        super().__init__(f"{field} is {shown}; allowed: {allowed}; fix: {fix}")
+        shown = f"{field} is {_cut(repr(value), 100)}; allowed: {_cut(allowed, 300)}; fix: {fix}"
+        super().__init__(shown)
         self.field = field
+
+
+def _cut(text: str, length: int) -> str:
+    """Messages travel in headers, which have to be short."""
+    return text if len(text) <= length else text[: length - 3] + "..."
 
 
 class NotFoundError(KVKeepError):

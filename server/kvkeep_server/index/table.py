@@ -35,6 +35,7 @@ Word = TypeVar("Word", np.uint32, np.uint64)
 _LANE_OF_BYTE = np.uint64(0x0001020304050607)
 _U56 = np.uint64(56)
 _ZERO = np.uint64(0)
+_ONE = np.uint64(1)
 _EMPTY = np.uint64(TAG_EMPTY)
 _REMOVED = np.uint64(TAG_REMOVED)
 
@@ -150,8 +151,13 @@ class IndexTable:
         Raises:
             TableFullError: Nothing was added, and nothing of it was ever visible.
         """
-        rows = np.full(len(tags), -1, np.int64)
         bucket = home_buckets(tags, self.geometry.buckets)
+        rows = self._place_apart(bucket)
+        if rows is not None:
+            self._write(rows, tags, checks, addresses, generations)
+            self.ids[rows] = ids
+            return rows
+        rows = np.full(len(tags), -1, np.int64)
         pending = np.arange(len(tags))
         for _ in range(min(PROBED_BUCKETS_MAX, self.geometry.buckets)):
             placed, at = self._place(pending, bucket)
@@ -167,6 +173,21 @@ class IndexTable:
         self.ids[rows[rows >= 0]] = -1
         msg = f"index table with {self.geometry.rows} rows, {self.live_rows} of them used"
         raise TableFullError(msg)
+
+    def _place_apart(self, bucket: I64) -> I64 | None:
+        """A row in each of these buckets, None unless they differ and all have one free.
+
+        Nearly every batch is so: a quarter of the numpy calls of the general way.
+        """
+        ordered = np.sort(bucket)
+        if (ordered[1:] == ordered[:-1]).any():
+            return None
+        free = (self._bucket_tags[bucket] <= _REMOVED).view(np.uint64).ravel()
+        if not free.all():
+            return None
+        lowest = free & (~free + _ONE)
+        lanes = ((lowest * _LANE_OF_BYTE) >> _U56).view(np.int64)
+        return bucket * BUCKET_ROWS + lanes
 
     def _place(self, pending: I64, bucket: I64) -> tuple[I64, I64]:
         """Of the pending entries those that fit their bucket, and the rows that they get."""

@@ -55,6 +55,13 @@ def _values(kind: type[IntEnum]) -> frozenset[int]:
     return frozenset(member.value for member in kind)
 
 
+_GROUP_KINDS = _values(GroupKind)
+_STATE_MODES = _values(StateMode)
+_STOP_REASONS = _values(StopReason)
+_ACK_LEVELS = _values(AckLevel)
+_NO_HINTS = Hints()
+
+
 def status_code(error: KVKeepError) -> grpc.StatusCode:
     """The status code of an error."""
     for kind, code in _CODES:
@@ -98,14 +105,14 @@ def spec_of(message: pb.NamespaceSpec) -> NamespaceSpec:
 
 
 def _group_of(message: pb.GroupSpec) -> GroupSpec:
-    if int(message.kind) not in _values(GroupKind):
+    if int(message.kind) not in _GROUP_KINDS:
         raise InvalidArgumentError(
             "spec.groups.kind",
             message.kind,
             "1 FULL, 2 WINDOW, 3 STATE",
             "install client and daemon of one release",
         )
-    if int(message.state_mode) not in _values(StateMode):
+    if int(message.state_mode) not in _STATE_MODES:
         raise InvalidArgumentError(
             "spec.groups.state_mode",
             message.state_mode,
@@ -168,6 +175,8 @@ def hints_of(message: pb.Hints) -> Hints:
     Raises:
         InvalidArgumentError: The session id is too long.
     """
+    if not message.ByteSize():
+        return _NO_HINTS
     if len(message.session_id) > 64:
         raise InvalidArgumentError(
             "hints.session_id",
@@ -175,7 +184,7 @@ def hints_of(message: pb.Hints) -> Hints:
             "at most 64 bytes",
             "give a digest of it",
         )
-    known = int(message.stop_reason) in _values(StopReason)
+    known = int(message.stop_reason) in _STOP_REASONS
     return Hints(
         StopReason(message.stop_reason) if known else StopReason.OTHER,
         message.output_tokens,
@@ -283,7 +292,7 @@ def order_of(request: pb.CommitRequest) -> CommitOrder:
     Raises:
         InvalidArgumentError: An ack level that this release does not know.
     """
-    if int(request.ack_level) not in _values(AckLevel):
+    if int(request.ack_level) not in _ACK_LEVELS:
         raise InvalidArgumentError(
             "ack_level", request.ack_level, "1 RAM, 2 NVME, 3 REMOTE", "use RAM"
         )

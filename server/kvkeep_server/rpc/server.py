@@ -21,6 +21,8 @@ _SERVICES = (
 )
 # Names of the health service beside ours and the overall one (the empty name).
 _TIERS = ("kvkeep.tier.ram",)
+# Of an answer: 16 bytes for each key, rank and group of an Acquire, which `BlockService` bounds.
+_SENT_NBYTES_MAX = 64 << 20
 # gRPC's own limit sheds calls with CANCELLED; we refuse with RESOURCE_EXHAUSTED instead.
 _PENDING_MAX = 1 << 20
 
@@ -53,7 +55,7 @@ class Server:
         """See the class. Needs a running loop, as grpc.aio does."""
         options = [
             ("grpc.max_receive_message_length", limits.message_nbytes_max),
-            ("grpc.max_send_message_length", limits.message_nbytes_max),
+            ("grpc.max_send_message_length", _SENT_NBYTES_MAX),
             ("grpc.server.max_pending_requests", _PENDING_MAX),
             ("grpc.server.max_pending_requests_hard_limit", _PENDING_MAX),
             ("grpc.so_reuseport", 0),

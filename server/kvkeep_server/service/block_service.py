@@ -35,6 +35,8 @@ I64 = NDArray[np.int64]
 U8 = NDArray[np.uint8]
 # Staging offsets are multiples of a cache line, so that a copy never shares one with another block.
 STAGING_ALIGNMENT = 64
+# Keys times local ranks and groups of one call: bounds its work, and its answer to 34 MiB.
+_ENTRIES_MAX = 1 << 21
 # Look-ups of clients are credited in slices, so that a full ring never holds the loop for long.
 _TOUCHES_A_DRAIN = 512
 _CHAIN_STEPS_A_DRAIN = 65536
@@ -246,7 +248,8 @@ class BlockService:
         staged = {group: (positions, offsets) for group, positions, offsets in order.groups}
         full = [g for g, group in enumerate(spec.groups) if group.kind == GroupKind.FULL]
         if any(group not in full for group in staged):
-            msg = f"groups {sorted(staged)}: only FULL groups {full} can be stored in this release"
+            wrong = sorted(set(staged) - set(full))[:20]
+            msg = f"groups {wrong}: only FULL groups {full} can be stored in this release"
             raise UnsupportedError(msg)
         if sorted(staged) != full or len(order.groups) != len(full):
             raise InvalidArgumentError(
@@ -280,6 +283,14 @@ class BlockService:
     def _keys(self, opened: OpenedNamespace, packed: bytes) -> KeyBatch:
         keys = KeyBatch.unpack(packed, opened.namespace_set.spec.key_nbytes)
         self._bounded("keys", len(keys))
+        columns = len(opened.spaces.local)
+        if len(keys) * columns > _ENTRIES_MAX:
+            raise InvalidArgumentError(
+                "keys",
+                len(keys),
+                f"at most {_ENTRIES_MAX // columns} with {columns} local ranks and groups",
+                "split the call",
+            )
         return keys
 
     def _bounded(self, field: str, count: int) -> None:

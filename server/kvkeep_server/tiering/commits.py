@@ -16,7 +16,7 @@ Until 6 nothing is visible, and leaving early (an error, a failed copy) gives th
 import asyncio
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,13 +27,22 @@ from kvkeep_server.core.results import CommitStatus
 from kvkeep_server.index.table import TableFullError
 from kvkeep_server.policies.admission import AdmissionPolicy
 from kvkeep_server.tiering.keyspaces import Keyspace, KeyspaceSet
-from kvkeep_server.tiering.residency import PARENT_BEFORE, PARENT_NONE, Residency, Sealed
+from kvkeep_server.tiering.residency import (
+    PARENT_BEFORE,
+    PARENT_NONE,
+    Marks,
+    Residency,
+    Sealed,
+    Slots,
+)
 from kvkeep_server.tiering.room import RoomMaker
 from kvkeep_server.tiering.transfers import CopyIn, Transfers
 from kvkeep_server.tiers.ram.tier import Reservation
 
 I64 = NDArray[np.int64]
 U8 = NDArray[np.uint8]
+_UNSPECIFIED = np.uint8(CommitStatus.UNSPECIFIED)
+_ALREADY_STORED = np.uint8(CommitStatus.ALREADY_STORED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +101,8 @@ class _Plan:
         todo: Positions that are still to be stored.
         parents: Of each of them: a unit, PARENT_BEFORE or PARENT_NONE.
         first: Position at which each key comes first; its own, in every sane chain.
+        marks: Fingerprints of all keys, a group each.
+        keys: The keys of `todo` when the commit was announced, one by one.
     """
 
     batch: CommitBatch
@@ -99,6 +110,8 @@ class _Plan:
     todo: I64
     parents: I64
     first: I64
+    marks: list[Marks]
+    keys: list[bytes] = field(default_factory=list)
 
     def settle_repetitions(self) -> None:
         """A key that came before in the batch is there if that one is."""
@@ -141,13 +154,14 @@ class Commits:
         self._room = room
         self._transfers = transfers
         self._admission = admission
-        self._in_flight: dict[tuple[int, bytes], asyncio.Future[None]] = {}
+        # By keyspace and key.
+        self._in_flight: dict[int, dict[bytes, asyncio.Future[None]]] = {}
         self.counts = CommitCounts()
 
     @property
     def in_flight(self) -> int:
         """Blocks that are being stored now."""
-        return len(self._in_flight)
+        return sum(map(len, self._in_flight.values()))
 
     async def run(self, batch: CommitBatch) -> U8:
         """Stores the batch; returns one `CommitStatus` a key."""
@@ -157,6 +171,7 @@ class Commits:
         with ExitStack() as held:
             self._hold_ancestors(plan, held)
             if len(plan.todo):
+                plan.keys = _single(batch.keys.select(plan.todo))
                 self._announce(plan, held)
                 await self._store(plan, held)
         plan.settle_repetitions()
@@ -168,8 +183,14 @@ class Commits:
     async def _meet(self, batch: CommitBatch) -> None:
         """Waits until no other commit stores one of these blocks or the parent of the first."""
         while self._in_flight:
-            names = _names(batch.groups, batch.keys) + _names(batch.groups, batch.parent_key)
-            running = [self._in_flight[name] for name in names if name in self._in_flight]
+            keys = [*_single(batch.keys), *_single(batch.parent_key)]
+            running = {
+                table[key]
+                for group in batch.groups
+                if (table := self._in_flight.get(group.keyspace.index))
+                for key in keys
+                if key in table
+            }
             if not running:
                 return
             await asyncio.wait(running)
@@ -177,13 +198,17 @@ class Commits:
     def _announce(self, plan: _Plan, held: ExitStack) -> None:
         """Lets others wait for what this commit is about to store, until it is done."""
         done = asyncio.get_running_loop().create_future()
-        names = _names(plan.batch.groups, plan.batch.keys.select(plan.todo))
-        for name in names:
-            self._in_flight[name] = done
+        spaces = [group.keyspace.index for group in plan.batch.groups]
+        for space in spaces:
+            self._in_flight.setdefault(space, {}).update(dict.fromkeys(plan.keys, done))
 
         def over() -> None:
-            for name in names:
-                del self._in_flight[name]
+            for space in spaces:
+                table = self._in_flight[space]
+                for key in plan.keys:
+                    del table[key]
+                if not table:
+                    del self._in_flight[space]
             done.set_result(None)
 
         held.callback(over)
@@ -192,21 +217,25 @@ class Commits:
 
     def _sort(self, batch: CommitBatch) -> _Plan:
         """Splits the keys into those to store and those with an answer already."""
-        count = len(batch.keys)
+        count, lead = len(batch.keys), len(batch.parent_key)
+        # The parent is looked up in the same batch: a look-up of one key costs nearly that of 64.
+        words = np.concatenate([batch.parent_key.words, batch.keys.words])
+        asked = KeyBatch(words, batch.keys.key_nbytes)
         there = np.ones(count, bool)
         collides = np.zeros(count, bool)
-        first = np.arange(count)
-        for group in batch.groups:
-            ids, tags, _, collided = self._residency.find_or_collide(group.keyspace, batch.keys)
-            there &= ids >= 0
-            collides |= collided
-            first, clashes = _first_places(batch.keys, tags)
+        first = own = np.arange(count)
+        chain = np.empty(0, np.int64)
+        marks: list[Marks] = []
+        for group in reversed(batch.groups):
+            chain, tags, checks, collided = self._residency.find_or_collide(group.keyspace, asked)
+            marks.insert(0, Marks(self._residency.table, tags[lead:], checks[lead:]))
+            there &= chain[lead:] >= 0
+            collides |= collided[lead:]
+            first, clashes = _first_places(batch.keys, tags[lead:])
             collides |= clashes
-        status = np.where(there, CommitStatus.ALREADY_STORED, CommitStatus.UNSPECIFIED).astype(
-            np.uint8
-        )
-        todo = np.flatnonzero(~there & (first == np.arange(count)))
-        plan = _Plan(batch, status, todo, self._parents(batch, todo), first)
+        status = np.where(there, _ALREADY_STORED, _UNSPECIFIED)
+        todo = np.flatnonzero(~there & (first == own))
+        plan = _Plan(batch, status, todo, self._parents(todo, chain, lead), first, marks)
         refused = np.flatnonzero(collides[todo])
         if len(refused):
             plan.refuse_from(int(refused[0]), CommitStatus.REFUSED_COLLISION)
@@ -215,21 +244,26 @@ class Commits:
             plan.refuse_from(int(orphans[0]), CommitStatus.REFUSED_ORPHAN)
         return plan
 
-    def _parents(self, batch: CommitBatch, todo: I64) -> I64:
-        """Of each position to do: a unit, PARENT_BEFORE, PARENT_NONE, or _PARENT_MISSING."""
+    def _parents(self, todo: I64, chain: I64, lead: int) -> I64:
+        """Of each position to do: a unit, PARENT_BEFORE, PARENT_NONE, or _PARENT_MISSING.
+
+        Args:
+            todo: Positions of keys.
+            chain: Ids of the parent, if one was named, and of the keys; -1 = not resident.
+            lead: 1 if a parent was named, else 0.
+        """
         parents = np.full(len(todo), PARENT_BEFORE, np.int64)
         previous = np.empty(len(todo), np.int64)
         previous[:1] = -2
         previous[1:] = todo[:-1]
-        keyspace = batch.groups[0].keyspace
-        for i in np.flatnonzero(previous != todo - 1):
-            at = int(todo[i])
-            if at == 0 and not len(batch.parent_key):
+        for i in np.flatnonzero(previous != todo - 1).tolist():
+            before = int(todo[i]) + lead - 1
+            if before < 0:
                 parents[i] = PARENT_NONE
-                continue
-            key = batch.keys.slice(at - 1, at) if at else batch.parent_key
-            ids = self._residency.find(keyspace, key)
-            parents[i] = self._residency.columns.unit[ids[0]] if ids[0] >= 0 else _PARENT_MISSING
+            elif chain[before] >= 0:
+                parents[i] = self._residency.columns.unit[chain[before]]
+            else:
+                parents[i] = _PARENT_MISSING
         return parents
 
     def _admit(self, plan: _Plan) -> None:
@@ -278,16 +312,17 @@ class Commits:
         self, plan: _Plan, reserved: Sequence[Reservation], checksums: Sequence[NDArray[np.uint64]]
     ) -> None:
         keys = plan.batch.keys.select(plan.todo)
+        parents, hints = plan.parents, plan.batch.hints
         with ExitStack() as undo:
             sealed = []
-            for group, slots, sums in zip(plan.batch.groups, reserved, checksums, strict=True):
+            for group, slots, sums, marks in zip(
+                plan.batch.groups, reserved, checksums, plan.marks, strict=True
+            ):
                 # A commit ends the reservation, also when it fails: now the slots are ours.
                 undo.callback(self._room.give_back, slots.addresses)
-                generations = slots.commit()
-                sealed.append(
-                    Sealed(group.keyspace, keys, plan.parents, slots.addresses, generations, sums)
-                )
-            self._residency.insert(sealed, plan.batch.spaces, plan.batch.hints)
+                slot = Slots(slots.addresses, slots.commit(), sums)
+                sealed.append(Sealed(group.keyspace, keys, parents, slot, marks.select(plan.todo)))
+            self._residency.insert(sealed, plan.batch.spaces, hints)
             undo.pop_all()
         plan.status[plan.todo] = CommitStatus.STORED
         self.counts.stored_nbytes += len(keys) * sum(
@@ -318,18 +353,16 @@ def _first_places(keys: KeyBatch, tags: NDArray[np.uint64]) -> tuple[I64, NDArra
     return np.where(clashes, own, first[group]), clashes
 
 
-def _names(groups: Sequence[StagedGroup], keys: KeyBatch) -> list[tuple[int, bytes]]:
-    """(keyspace, key) of every block, for the table of commits in flight."""
+def _single(keys: KeyBatch) -> list[bytes]:
+    """Each key by itself."""
     packed, nbytes = keys.pack(), keys.key_nbytes
-    single = [packed[i * nbytes : (i + 1) * nbytes] for i in range(len(keys))]
-    return [(group.keyspace.index, key) for group in groups for key in single]
+    return [packed[at : at + nbytes] for at in range(0, len(packed), nbytes)]
 
 
 def _copy_job(plan: _Plan, group: StagedGroup, slots: Reservation) -> CopyIn:
-    packed, nbytes = plan.batch.keys.select(plan.todo).pack(), plan.batch.keys.key_nbytes
     return CopyIn(
         keyspace=group.keyspace,
-        keys=[packed[i * nbytes : (i + 1) * nbytes] for i in range(len(plan.todo))],
+        keys=plan.keys,
         source=plan.batch.staging,
         offsets=group.offsets[plan.todo].tolist(),
         targets=slots.buffers,

@@ -50,25 +50,57 @@ class TableSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class Marks:
+    """Fingerprints of keys in one index table.
+
+    Attributes:
+        table: Which.
+        tags: One a key.
+        checks: One a key.
+    """
+
+    table: IndexTable
+    tags: U64
+    checks: U64
+
+    def select(self, positions: I64) -> "Marks":
+        """Those of some of the keys."""
+        return Marks(self.table, self.tags[positions], self.checks[positions])
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """Slots in ram that hold sealed blocks.
+
+    Attributes:
+        addresses: One a block.
+        generations: Even ones.
+        checksums: Bound to the keys.
+    """
+
+    addresses: U64
+    generations: U64
+    checksums: U64
+
+
+@dataclass(frozen=True, slots=True)
 class Sealed:
     """Blocks of one keyspace that are ready to become visible; arrays of one length.
 
     Attributes:
         keyspace: Theirs.
         keys: Theirs, no two equal, none resident.
-        parents: Unit of the block before each, -1 = first of its chain, -2 = the one before it in
-            this batch.
-        addresses: Slots in ram.
-        generations: Even ones.
-        checksums: Bound to the keys.
+        parents: Unit of the block before each, PARENT_NONE = first of its chain, PARENT_BEFORE =
+            the one before it in this batch.
+        slots: Where they lie.
+        marks: Of the keys; worthless when the index moved since.
     """
 
     keyspace: Keyspace
     keys: KeyBatch
     parents: I64
-    addresses: U64
-    generations: U64
-    checksums: U64
+    slots: Slots
+    marks: Marks
 
 
 PARENT_NONE = -1
@@ -329,21 +361,26 @@ class Residency:
         columns.keyspace[ids] = batch.keyspace.index
         columns.key_words[ids] = 0
         columns.key_words[ids, : batch.keys.words.shape[1]] = batch.keys.words
-        columns.address[ids] = batch.addresses
-        columns.generation[ids] = batch.generations
-        columns.checksum[ids] = batch.checksums
+        columns.address[ids] = batch.slots.addresses
+        columns.generation[ids] = batch.slots.generations
+        columns.checksum[ids] = batch.slots.checksums
         columns.unit[ids] = units
 
     def _show(self, sealed: Sequence[Sealed], of_batch: Sequence[I64]) -> I64:
         """Rows of all blocks, batch after batch: clients see them from here on."""
-        marks = [self.fingerprints(batch.keyspace, batch.keys) for batch in sealed]
+        marks = [self._marks_now(batch) for batch in sealed]
         return self.table.insert(
-            np.concatenate([tags for tags, _ in marks]),
-            np.concatenate([checks for _, checks in marks]),
-            np.concatenate([batch.addresses for batch in sealed]),
-            np.concatenate([batch.generations for batch in sealed]),
+            np.concatenate([mark.tags for mark in marks]),
+            np.concatenate([mark.checks for mark in marks]),
+            np.concatenate([batch.slots.addresses for batch in sealed]),
+            np.concatenate([batch.slots.generations for batch in sealed]),
             np.concatenate(of_batch).astype(np.int32),
         )
+
+    def _marks_now(self, batch: Sealed) -> Marks:
+        if batch.marks.table is self.table:
+            return batch.marks
+        return Marks(self.table, *self.fingerprints(batch.keyspace, batch.keys))
 
     def _join(self, ids: I64, units: I64) -> None:
         """Puts blocks that do not begin a unit of their own behind the first one of theirs."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from typing import Self
 
 import numpy as np
 import pytest
@@ -158,48 +159,55 @@ def test_buffers_of_any_element_type_fit():
     assert into.tobytes() == b"".join(blocks)
 
 
-def test_no_reuse_of_a_slot_goes_unnoticed():
-    """A writer reuses slots all the time; each block's bytes are its generation."""
-    pool = Pool(2 * MiB)
-    fake = pool.fakes[0]
-    nbytes, slots = 16_384, 8
-    pages = [fake.allocate(nbytes) for _ in range(slots)]
-    stop = threading.Event()
-    bytes_of = fake.bytes.view(np.uint64)
+class Refiller:
+    """Reuses slots all the time, in a thread; each block's bytes are its generation."""
 
-    def write(page: int) -> None:
-        fake.reuse(page)
-        start = page * 512
-        bytes_of[start : start + nbytes // 8] = fake._counter + 2
-        fake.seal(page)
+    nbytes = 16_384
 
-    def refill() -> None:
+    def __init__(self, fake: FakeChunk) -> None:
+        self.fake = fake
+        self.pages = [fake.allocate(self.nbytes) for _ in range(8)]
+        self._words = fake.bytes.view(np.uint64)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def _write(self, page: int) -> None:
+        self.fake.reuse(page)
+        self._words[page * 512 : page * 512 + self.nbytes // 8] = self.fake._counter + 2
+        self.fake.seal(page)
+
+    def _run(self) -> None:
         rng = np.random.default_rng(0)
-        while not stop.is_set():
-            write(pages[int(rng.integers(slots))])
+        while not self._stop.is_set():
+            self._write(self.pages[int(rng.integers(8))])
 
-    for page in pages:
-        write(page)
-    writer = threading.Thread(target=refill)
-    writer.start()
-    into = np.zeros(nbytes // 8, np.uint64)
+    def __enter__(self) -> Self:
+        for page in self.pages:
+            self._write(page)
+        self._interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-5)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setswitchinterval(self._interval)
+        self._stop.set()
+        self._thread.join()
+
+
+def test_no_reuse_of_a_slot_goes_unnoticed():
+    pool = Pool(2 * MiB)
+    into = np.zeros(Refiller.nbytes // 8, np.uint64)
     refused = 0
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
+    with Refiller(pool.fakes[0]) as refiller:
         for number in range(20_000):
-            page = pages[number % slots]
-            generation = int(fake.generations[page])
-            if generation % 2:
-                continue
-            if pool.copy([fake.address(page)], [generation], nbytes, memoryview(into).cast("B")):
-                assert (into == generation).all()
+            page = refiller.pages[number % 8]
+            generation = int(refiller.fake.generations[page])
+            place = [refiller.fake.address(page)], [generation]
+            if pool.copy(*place, Refiller.nbytes, memoryview(into).cast("B")):
+                assert generation % 2 or (into == generation).all()
             else:
                 refused += 1
             if refused > 200:
                 break
-    finally:
-        sys.setswitchinterval(interval)
-        stop.set()
-        writer.join()
     assert refused

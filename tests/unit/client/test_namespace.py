@@ -171,9 +171,7 @@ def test_blocks_to_store_must_fit_the_keys(namespace):
     ],
     ids=lambda value: getattr(value, "name", ""),
 )
-def test_status_codes_become_exceptions_with_the_daemons_sentence(
-    daemon, namespace, code, error
-):
+def test_status_codes_become_exceptions_with_the_daemons_sentence(daemon, namespace, code, error):
     daemon.fail_next("Acquire", code, details="the sentence")
     with pytest.raises(error, match="Acquire: the sentence"):
         namespace.acquire(chain(1))
@@ -202,10 +200,11 @@ def test_a_staging_range_is_not_reused_before_the_daemon_is_done_with_it(daemon,
     keys = chain(3)
     gate = daemon.gates["Commit"] = threading.Event()
     staging = namespace._opened.session.staging
+    pending = namespace.store(keys, timeout_s=0.05)
+    for key, view in zip(keys, pending.views, strict=True):
+        view[:] = contents([key])[0]
     with pytest.raises(kvkeep.DeadlineError):
-        with namespace.store(keys, timeout_s=0.05) as pending:
-            for key, view in zip(keys, pending.views, strict=True):
-                view[:] = contents([key])[0]
+        pending.commit()
     taken = daemon.staging_nbytes - staging.free_nbytes
     assert taken == 3 * 12_288
     gate.set()

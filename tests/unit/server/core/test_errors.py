@@ -21,6 +21,9 @@ def test_a_long_value_is_cut():
     error = InvalidArgumentError("model", "x" * 5000, "at most 1024 bytes", "give a digest")
     assert len(str(error)) < 200
     assert "..." in str(error)
+    long = InvalidArgumentError("rank", 9, f"one of {list(range(4096))}", "open it")
+    assert len(str(long)) < 400
+    assert str(long).endswith("...; fix: open it")
 
 
 @pytest.mark.parametrize("value", ["\n\x1b[31m", "\u202eevil", "a\0b"])

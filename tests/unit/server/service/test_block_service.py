@@ -147,6 +147,15 @@ def test_every_full_group_is_committed_once_and_no_other(
         core.run(service.commit(session, order(opened, keys_of("a", 2), staged)))
 
 
+def test_a_refusal_fits_a_header_whatever_was_sent(core, session, service):
+    opened = core.open(session, spec(tp_size=4000))
+    many = [(number, b"", b"") for number in range(50_000)]
+    for wrong in (order(opened, [], many), order(opened, [], [], rank=5000)):
+        with pytest.raises(KVKeepError) as refusal:
+            core.run(service.commit(session, wrong))
+        assert len(str(refusal.value)) < 1000
+
+
 @pytest.mark.parametrize("positions", [[0], [1, 0], [0, 2], [0, 1, 2], [0, 0]])
 def test_a_full_group_has_a_block_for_every_key(core, session, opened, service, positions):
     raw = np.array(positions, "<u4").tobytes()

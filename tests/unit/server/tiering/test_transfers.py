@@ -38,12 +38,16 @@ def transfers():
     transfers.close()
 
 
+@pytest.mark.parametrize("inline_nbytes", [0, 1 << 22])
 @pytest.mark.parametrize(
     ("nbytes", "count"),
     [(1, 3), (890, 7), (57 * 1024, 5), (256 * 1024, 3), (1_000_001, 2), (2 << 20, 11)],
 )
-def test_bytes_and_checksums_are_those_of_the_blocks(transfers, nbytes, count):
-    """Odd sizes, both ways to copy, one thread and several."""
+def test_bytes_and_checksums_are_those_of_the_blocks(
+    transfers, monkeypatch, nbytes, count, inline_nbytes
+):
+    """Odd sizes, both ways to copy, on the loop, in one thread and in several."""
+    monkeypatch.setattr(transfers_module, "_INLINE_NBYTES", inline_nbytes)
     work = job(nbytes, count)
     checksums = run(transfers.copy_in(work))
     for i, target in enumerate(work.targets):
@@ -80,6 +84,7 @@ def test_the_checksum_is_that_of_the_copy(nbytes):
 def test_a_failure_is_told_only_when_every_part_has_stopped(transfers, monkeypatch):
     """The slots are given back then: nobody may write into them any more."""
     monkeypatch.setattr(transfers_module, "_SPLIT_NBYTES", 1)
+    monkeypatch.setattr(transfers_module, "_INLINE_NBYTES", 0)
     running, stopped = threading.Event(), []
 
     def copy(_, start, __):
@@ -111,6 +116,7 @@ def test_at_most_so_many_copies_run_at_once(transfers, monkeypatch):
         return [1]
 
     monkeypatch.setattr(transfers_module, "copy_blocks", copy)
+    monkeypatch.setattr(transfers_module, "_INLINE_NBYTES", 0)
 
     async def work():
         copies = [asyncio.ensure_future(transfers.copy_in(job(PAGE, 1))) for _ in range(8)]

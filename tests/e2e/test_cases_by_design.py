@@ -1,0 +1,70 @@
+"""Where each case of public bug reports has its test, and why some of them cannot occur.
+
+B018, a late commit of an earlier try completes a newer one: there is nothing to complete. A client
+fills its own staging memory and no room is reserved in the pool before `Commit`, which reserves,
+copies and seals in one call; a call of a session that is over is refused by its token.
+
+B067, docker's 64 MiB /dev/shm: a memfd lies on no mount that could be small. It is allocated before
+it is touched all the same, so that a lack of memory is an error and no SIGBUS.
+
+B076, huge pages that are not there: there is no hugetlb option. Ordinary pages are asked to become
+huge ones, as far as the kernel has any, and what came of it is reported.
+"""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parents[1]
+COMMITS = "unit/server/tiering/test_commits.py"
+AT_ONCE = "unit/server/tiering/test_commits_at_once.py"
+NAMESPACES = "unit/server/service/test_namespaces.py"
+SERVICE = "unit/server/service/test_block_service.py"
+MEMORY = "e2e/test_memory_limits.py"
+AGAIN = "e2e/test_client_again.py"
+DEATH = "crash/test_client_death.py"
+
+CASES = {
+    "B003": (AT_ONCE, "test_nobody_sees_a_block_that_is_still_copied"),
+    "B004": (AGAIN, "test_a_restarted_engine_finds_exactly_what_it_stored"),
+    "B007": (AT_ONCE, "test_what_is_committed_is_the_copy"),
+    "B010": (AGAIN, "test_an_engine_that_differs_in_anything_misses"),
+    "B012": (COMMITS, "test_ranks_do_not_collide"),
+    "B013": (COMMITS, "test_who_differs_in_identity_misses"),
+    "B015": ("unit/client/test_chain_hash.py", "test_b015_keys_are_the_same_in_every_process"),
+    "B018": (DEATH, "test_a_stopped_client_gives_back_all_after_the_timeout"),
+    "B021": (SERVICE, "test_an_offset_outside_staging_or_off_the_grid_is_refused"),
+    "B024": (NAMESPACES, "test_short_keys_are_always_refused_naming_what_is_allowed"),
+    "B027": (
+        "unit/server/tiering/test_leases.py",
+        "test_releasing_twice_or_after_the_end_is_no_error",
+    ),
+    "B029": (DEATH, "test_free_bytes_are_the_same_after_many_deaths"),
+    "B033": (COMMITS, "test_replacing_the_same_keys_for_ever_costs_no_memory"),
+    "B037": (COMMITS, "test_five_times_the_capacity_stays_within_bounds"),
+    "B038": (COMMITS, "test_refused_for_room_then_stored_once"),
+    "B042": (COMMITS, "test_a_hit_that_vanishes_is_a_clean_miss"),
+    "B043": (SERVICE, "test_a_budget_shortens_the_lease_and_not_the_hit"),
+    "B044": (NAMESPACES, "test_an_oversize_block_is_refused_naming_the_limit"),
+    "B064": (AGAIN, "test_the_pool_stays_when_clients_end"),
+    "B066": (MEMORY, "test_a_pool_above_the_cgroup_is_refused_at_start"),
+    "B067": ("unit/server/core/test_memfd.py", "test_no_room_is_an_error_and_leaves_nothing"),
+    "B071": (DEATH, "test_a_client_that_dies_before_its_first_use_holds_nothing"),
+    "B072": ("e2e/test_entry_points.py", "test_a_signal_ends_it_without_residue"),
+    "B073": (MEMORY, "test_restarts_in_a_tight_cgroup"),
+    "B074": (
+        "unit/server/core/test_memory_limit.py",
+        "test_half_of_a_container_of_1_gib_is_512_mib",
+    ),
+    "B075": (MEMORY, "test_the_pool_takes_what_was_configured_whatever_the_block_size"),
+    "B076": ("unit/server/core/test_memfd.py", "test_without_huge_pages_it_works_as_well"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_case_has_its_test(case):
+    file, name = CASES[case]
+    tree = ast.parse((TESTS / file).read_text())
+    tests = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    assert name in tests
