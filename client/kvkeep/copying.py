@@ -184,6 +184,15 @@ def view_blocks(
     return views
 
 
+def release_views(views: Iterable[memoryview]) -> None:
+    """End views, but for those of which somebody made an array: these are kept by it."""
+    for view in views:
+        try:
+            view.release()
+        except BufferError:
+            continue
+
+
 def unchanged(
     chunks: Mapping[int, Chunk], addresses: NDArray[np.uint64], generations: NDArray[np.uint64]
 ) -> int:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvkeep.copying import unchanged, view_blocks
+from kvkeep.copying import release_views, unchanged, view_blocks
 from kvkeep.errors import LeaseLostError
 from kvkeep.results import BlockStatus, MissReason, RenewStatus
 from kvkeep.spec import invalid
@@ -39,10 +38,7 @@ class _Column:
         return self.views
 
     def release_views(self) -> None:
-        for view in self.views or ():
-            # An array over the view keeps it.
-            with suppress(BufferError):
-                view.release()
+        release_views(self.views or ())
         self.views = None
 
     def chunk_ids(self) -> set[int]:
@@ -97,6 +93,7 @@ class Acquired:
             for column in response.columns
         }
         self._open = bool(self.lease_id)
+        self._chunks: Mapping[int, Chunk] = {}
         chunk_ids = set().union(*(column.chunk_ids() for column in self._columns.values()))
         try:
             self._chunks = opened.session.wait_for_chunks(chunk_ids, timeout_s)
@@ -135,8 +132,8 @@ class Acquired:
         return self._column(rank, group).addresses
 
     def exact(self, rank: int | None = None, group: int = 0) -> int:
-        """How many leading blocks of a column still are what was leased."""
-        return self._column(rank, group).unchanged(self._chunks) if self.leased else 0
+        """How many leading blocks of a column still are what was leased; 0 after the release."""
+        return self._column(rank, group).unchanged(self._chunks) if self._open else 0
 
     def renew(self, ttl_s: float | None = None, timeout_s: float | None = None) -> None:
         """Extend the lease; `ttl_s` None = the daemon's limit.
@@ -174,12 +171,12 @@ class Acquired:
         if not self._open:
             return True
         self._open = False
-        chunks = getattr(self, "_chunks", None)
-        exact = chunks is None or all(
-            column.unchanged(chunks) == self.leased for column in self._columns.values()
+        exact = not self._chunks or all(
+            column.unchanged(self._chunks) == self.leased for column in self._columns.values()
         )
         for column in self._columns.values():
             column.release_views()
+        self._chunks = {}  # or a kept object would keep them mapped
         self._give_back(self._opened.session, self.lease_id)
         return exact
 

@@ -144,8 +144,7 @@ class Namespace:
             *(_LOOKED_UP if hints is None else hints.touch_fields(blocks_read=False)),
         )
         blocks = found.blocks
-        complete = blocks > 0 or opened.session.table().live
-        return Lookup(blocks, blocks * opened.tokens_per_key, complete)
+        return Lookup(blocks, blocks * opened.tokens_per_key, blocks > 0 or opened.answers)
 
     def acquire(
         self,
@@ -277,7 +276,7 @@ class Namespace:
             rank=rank,
             parent_key=_parent(packed, first, key_nbytes) or parent_key or b"",
             keys=packed[first * key_nbytes :],
-            ack_level=pb.AckLevel.ValueType(AckLevel[ack.upper()]),
+            ack_level=_ack_level(ack),
             hints=hints_message(hints),
         )
         store = Store(
@@ -342,9 +341,15 @@ class Namespace:
     def _piece_blocks(self, block_nbytes: int) -> int:
         """Two pieces are in the staging memory at a time."""
         opened = self._require()
-        staging = opened.session.staging
+        staging = opened.session.require_staging()
         half = staging.nbytes // 2 // staging.stride(block_nbytes)
         return max(1, min(half, opened.limits.keys_max or half))
+
+
+def _ack_level(ack: str) -> pb.AckLevel.ValueType:
+    if ack not in {level.name.lower() for level in AckLevel}:
+        raise invalid("ack", ack, "ram, nvme or remote", "name one of them")
+    return pb.AckLevel.ValueType(AckLevel[ack.upper()])
 
 
 def _parent(packed: bytes, position: int, key_nbytes: int) -> bytes:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvkeep.shared_index import NOTHING, Rows
 from kvkeep.spec import GroupKind, invalid
 
 if TYPE_CHECKING:
     from kvkeep.session import Session
-    from kvkeep.shared_index import Found, IndexTable, Rows, Seed, Words
+    from kvkeep.shared_index import Found, IndexTable, Seed, Words
     from kvkeep.spec import NamespaceSpec
     from kvkeep.v1.block_cache_pb2 import OpenNamespaceResponse
 
@@ -49,8 +50,9 @@ class Opened:
         self.slot_nbytes = tuple(response.slot_nbytes) or self.block_nbytes
         self._key_nbytes = spec.key_nbytes
         self._namespace_ids = {one.rank: one.namespace_id for one in response.ranks}
-        self._all_seeds: tuple[IndexTable, list[Seed]] | None = None
-        self._seeds: dict[tuple[IndexTable, int, int], Seed] = {}
+        # By table id: holding a table would keep its memory mapped.
+        self._all_seeds: tuple[int, list[Seed]] = (0, [])
+        self._seeds: dict[tuple[int, int, int], Seed] = {}
 
     def rank_or_only(self, rank: int | None) -> int:
         """`rank`, or the only local one. Errors: InvalidArgumentError."""
@@ -74,11 +76,14 @@ class Opened:
         The row is that of the first rank and group.
         """
         table = self.session.table()
-        cached = self._all_seeds
-        if cached is None or cached[0] is not table:
-            cached = self._all_seeds = (table, self._make_seeds(table))
+        if table is None:
+            return NOTHING
+        table_id, seeds = self._all_seeds
+        if table_id != table.table_id:
+            seeds = self._make_seeds(table)
+            self._all_seeds = (table.table_id, seeds)
         limit = words.count
-        first, *others = cached[1]
+        first, *others = seeds
         for seed in others:
             limit = table.find(seed, words, limit).blocks
         return table.find(first, words, limit)
@@ -86,6 +91,8 @@ class Opened:
     def find_shard(self, words: Words, rank: int) -> int:
         """Leading keys of which every FULL group of one rank is stored."""
         table = self.session.table()
+        if table is None:
+            return 0
         limit = words.count
         for group in self.full_groups:
             limit = table.find(self._seed(table, rank, group), words, limit).blocks
@@ -94,7 +101,15 @@ class Opened:
     def find_rows(self, words: Words, rank: int, group: int) -> Rows:
         """Where the leading blocks of one rank and group lie in ram."""
         table = self.session.table()
+        if table is None:
+            return Rows(NOTHING, [])
         return table.find_rows(self._seed(table, rank, group), words, words.count)
+
+    @property
+    def answers(self) -> bool:
+        """Whether the shared index answers now."""
+        table = self.session.table()
+        return table is not None and table.live
 
     def _make_seeds(self, table: IndexTable) -> list[Seed]:
         return [
@@ -104,10 +119,10 @@ class Opened:
         ]
 
     def _seed(self, table: IndexTable, rank: int, group: int) -> Seed:
-        seed = self._seeds.get((table, rank, group))
+        key = (table.table_id, rank, group)
+        seed = self._seeds.get(key)
         if seed is None:
             seed = table.seed(self._namespace_ids[rank], group, self._key_nbytes)
-            # Those of tables that moved go: the table's memory hangs on them.
-            kept = {key: value for key, value in self._seeds.items() if key[0] is table}
-            self._seeds = {**kept, (table, rank, group): seed}
+            kept = {k: value for k, value in self._seeds.items() if k[0] == table.table_id}
+            self._seeds = {**kept, key: seed}
         return seed

@@ -53,14 +53,13 @@ class Session:
         alive: False once the session is over; what is mapped stays readable.
         draining: The daemon said that it is about to stop.
         server_epoch: Of the daemon.
-        chunks: By chunk id. Replaced, never changed.
-        staging: This session's.
+        chunks: By chunk id. Replaced, never changed; empty after the end.
+        staging: This session's; None after the end.
         touch_ring: This session's.
         transport: For RPCs.
     """
 
     server_epoch: int
-    staging: Staging
     touch_ring: TouchRing
     transport: Transport
 
@@ -69,6 +68,7 @@ class Session:
         self.alive = False
         self.draining = False
         self.chunks: Mapping[int, Chunk] = {}
+        self.staging: Staging | None = None
         self._settings = settings
         self._tables: list[IndexTable] = []
         self._socket = FdSocket(settings.runtime_dir / FD_SOCKET_NAME)
@@ -120,7 +120,7 @@ class Session:
                 self._map(description, fd)
         finally:
             close_all(fds)
-        if not (hasattr(self, "staging") and hasattr(self, "touch_ring") and self._tables):
+        if not (self.staging and hasattr(self, "touch_ring") and self._tables):
             raise RegionError("the daemon's welcome lacks the index, staging or the touch ring")
 
     def _map(self, description: FdDescription, fd: int) -> None:
@@ -163,9 +163,11 @@ class Session:
                 os.close(fd)
         return True
 
-    def table(self) -> IndexTable:
-        """The table that answers now, or one in which every look-up is a miss."""
+    def table(self) -> IndexTable | None:
+        """The table that answers now, or one in which every look-up is a miss; None at the end."""
         tables = self._tables
+        if not tables:
+            return None
         newest = tables[-1]
         if newest.live or len(tables) == 1:
             return newest
@@ -173,7 +175,7 @@ class Session:
         return next((table for table in reversed(tables) if table.live), newest)
 
     def wait_for_chunks(self, chunk_ids: Iterable[int], timeout_s: float) -> Mapping[int, Chunk]:
-        """All of these chunks, mapped.
+        """These chunks, mapped.
 
         Errors: UnavailableError when one does not come in time.
         """
@@ -182,22 +184,29 @@ class Session:
             if not self._chunk_added.wait_for(lambda: needed <= self.chunks.keys(), timeout_s):
                 missing = sorted(needed - self.chunks.keys())
                 raise UnavailableError(f"chunks {missing} of the pool are not mapped here")
-            return self.chunks
+            return {chunk_id: self.chunks[chunk_id] for chunk_id in needed}
 
-    def require_alive(self) -> None:
+    def require_staging(self) -> Staging:
         """Errors: SessionLostError."""
-        if not self.alive:
+        staging = self.staging
+        if staging is None or not self.alive:
             raise SessionLostError("the session that this belongs to has ended")
+        return staging
 
     def end(self) -> None:
-        """Hang up. Views stay readable."""
+        """Hang up. What views show stays mapped; the rest of the daemon's memory is let go.
+
+        A dead daemon's memory is free for the next one only when its last client unmaps it.
+        """
         self.alive = False
         self._socket.shut_down()
         if self._attach is not None:
             self._attach.close()
+            self._attach = None
         if hasattr(self, "transport"):
             self.transport.close()
         self._socket.close()
+        self.chunks, self.staging, self._tables = {}, None, []
 
     def abandon(self) -> None:
         """In a forked child: let go without a word, for the parent goes on using its session."""

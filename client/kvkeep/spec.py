@@ -16,6 +16,7 @@ STRING_NBYTES_MAX: Final = 1024
 KEY_NBYTES_MIN: Final = 16
 KEY_NBYTES_MAX: Final = 64
 GROUPS_MAX: Final = 16
+SESSION_ID_NBYTES_MAX: Final = 64
 _U32_MAX: Final = 2**32 - 1
 _U64_MAX: Final = 2**64 - 1
 _GROUP_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -253,11 +254,19 @@ class Hints:
     return_expected_s: float = 0.0
     ttl_s: float = 0.0
 
+    def __post_init__(self) -> None:
+        """Errors: InvalidArgumentError."""
+        _check_number("hints.output_tokens", self.output_tokens, 0, _U32_MAX)
+        _check_number("hints.engine_hit_tokens", self.engine_hit_tokens, 0, _U64_MAX)
+        if len(self.session_id) > SESSION_ID_NBYTES_MAX:
+            what, allowed = f"{len(self.session_id)} bytes", f"at most {SESSION_ID_NBYTES_MAX}"
+            raise invalid("hints.session_id", what, allowed, "give a digest of it")
+
     def touch_fields(self, *, blocks_read: bool) -> tuple[int, ...]:
         """The last seven fields of a touch record, from the hit tokens to the session."""
         return (
-            self.engine_hit_tokens & _U64_MAX,
-            self.output_tokens & _U32_MAX,
+            self.engine_hit_tokens,
+            self.output_tokens,
             self.stop_reason & 0xFF,
             self.sub_agent & 1,
             blocks_read & 1,

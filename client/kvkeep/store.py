@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import struct
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from kvkeep.copying import release_views
 from kvkeep.errors import (
     DeadlineError,
     InvalidArgumentError,
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 # How long the daemon may take to say that it no longer reads a staging range.
 _SETTLE_TIMEOUT_S = 10.0
 _SETTLE_TRIES = 3
+_STATUS = {int(status): status for status in CommitStatus}
 # Answers of a daemon that read nothing from the staging memory, or no longer does.
 _DEFINITE = (InvalidArgumentError, NotSupportedError, ResourceExhaustedError)
 
@@ -58,12 +59,13 @@ class Store:
     ) -> None:
         """Made by `Namespace.store`. `template` has everything but the staged blocks.
 
-        `later` runs a job in the keeper's thread.
+        `later` runs a job in the keeper's thread. Errors: SessionLostError.
         """
         self.new = new
         self.groups = opened.full_groups
         self.result: CommitResult | None = None
         self._opened = opened
+        self._staging = opened.session.require_staging()
         self._request = template
         self._count = count
         self._timeout_s = timeout_s
@@ -76,7 +78,7 @@ class Store:
 
         Errors: InvalidArgumentError, ResourceExhaustedError.
         """
-        staging = self._opened.session.staging
+        staging = self._staging
         try:
             for group in self.groups:
                 nbytes = self._opened.block_nbytes[group]
@@ -142,7 +144,7 @@ class Store:
     def _complete_request(self) -> CommitRequest:
         if not self._offsets:
             raise invalid("store", "over", "an open store", "make a new store")
-        self._opened.session.require_alive()
+        self._opened.session.require_staging()
         for group, offsets in self._offsets.items():
             self._request.groups.append(
                 StagedGroup(group=group, staging_offsets=struct.pack(f"<{len(offsets)}Q", *offsets))
@@ -170,24 +172,22 @@ class Store:
         stored = all_status.count(CommitStatus.STORED)
         there = all_status.count(CommitStatus.ALREADY_STORED)
         return CommitResult(
-            status=tuple(map(CommitStatus, all_status)),
+            status=tuple([_STATUS[number] for number in all_status]),
             stored=stored,
             already_stored=there,
             refused=len(all_status) - stored - there,
         )
 
     def _free(self) -> None:
-        staging = self._opened.session.staging
         for group, places in self._close().items():
-            staging.free(places, self._opened.block_nbytes[group])
+            self._staging.free(places, self._opened.block_nbytes[group])
 
     def _close(self) -> dict[int, list[int]]:
         """No more writing: views end (unless an array was made of one). What they showed."""
         offsets, self._offsets = self._offsets, {}
         views, self._views = self._views, {}
-        for view in (view for of_group in views.values() for view in of_group):
-            with suppress(BufferError):
-                view.release()
+        for of_group in views.values():
+            release_views(of_group)
         return offsets
 
     def _settle_later(self) -> None:
@@ -195,7 +195,7 @@ class Store:
 
         The same Commit again waits for the first one, so its answer says that the range is ours.
         """
-        opened, request = self._opened, self._request
+        opened, request, staging = self._opened, self._request, self._staging
         offsets = self._close()
         tries = iter(range(_SETTLE_TRIES))
 
@@ -213,7 +213,7 @@ class Store:
             except KVKeepError:
                 pass
             for group, places in offsets.items():
-                session.staging.free(places, opened.block_nbytes[group])
+                staging.free(places, opened.block_nbytes[group])
 
         self._later(settle)
 

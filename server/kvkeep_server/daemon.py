@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import random
 import signal
@@ -243,6 +244,8 @@ class Daemon:
         await server.start(directory / SOCKET_NAME, mode)
         handover.start()
         await server.say_serving()
+        # What was built to start lives as long as the daemon: no collection needs to look at it.
+        gc.freeze()
         _log.info(
             "serving", extra={"runtime_dir": str(directory), "server_epoch": self._server_epoch}
         )

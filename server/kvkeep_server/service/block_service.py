@@ -14,6 +14,7 @@ from kvkeep_server.core.errors import (
     InvalidArgumentError,
     NotFoundError,
     ResourceExhaustedError,
+    TierUnavailableError,
     UnsupportedError,
 )
 from kvkeep_server.core.hints import Hints
@@ -35,6 +36,7 @@ I64 = NDArray[np.int64]
 U8 = NDArray[np.uint8]
 # Staging offsets are multiples of a cache line, so that a copy never shares one with another block.
 STAGING_ALIGNMENT = 64
+_ZERO = np.uint64(0)
 # Keys times local ranks and groups of one call: bounds its work, and its answer to 34 MiB.
 _ENTRIES_MAX = 1 << 21
 # Look-ups of clients are credited in slices, so that a full ring never holds the loop for long.
@@ -113,6 +115,7 @@ class BlockService:
         self._clock = clock
         self._started_s = clock.monotonic_s()
         self._running: set[asyncio.Task[U8]] = set()
+        self._finishing = False
 
     # --- engines
 
@@ -201,6 +204,9 @@ class BlockService:
 
         A caller that goes away does not stop it: what was begun is sealed or given back whole.
         """
+        if self._finishing:
+            msg = "the daemon is about to stop and takes no more commits"
+            raise TierUnavailableError(msg)
         batch = self._batch(session, order)
         if len(self._running) >= self.limits.commits_running_max:
             running_max = self.limits.commits_running_max
@@ -220,7 +226,8 @@ class BlockService:
         return await asyncio.shield(task)
 
     async def finish(self) -> None:
-        """Waits for the commits that run."""
+        """Waits for the commits that run; takes no more."""
+        self._finishing = True
         while self._running:
             await asyncio.wait(set(self._running))
 
@@ -386,10 +393,8 @@ def _offsets(packed: bytes, count: int, nbytes: int, staging_nbytes: int) -> I64
             "attach with a larger staging",
         )
     offsets = np.frombuffer(packed, np.uint64)
-    wrong = (offsets > np.uint64(staging_nbytes)) | (offsets % np.uint64(STAGING_ALIGNMENT) != 0)
-    wrong |= (
-        np.minimum(offsets, np.uint64(staging_nbytes)).astype(np.int64) > staging_nbytes - nbytes
-    )
+    wrong = offsets > np.uint64(max(0, staging_nbytes - nbytes))
+    wrong |= (offsets & np.uint64(STAGING_ALIGNMENT - 1)) != _ZERO
     if wrong.any():
         raise InvalidArgumentError(
             "groups.staging_offsets",

@@ -27,15 +27,9 @@ from kvkeep_server.core.results import CommitStatus
 from kvkeep_server.index.table import TableFullError
 from kvkeep_server.policies.admission import AdmissionPolicy
 from kvkeep_server.tiering.keyspaces import Keyspace, KeyspaceSet
-from kvkeep_server.tiering.residency import (
-    PARENT_BEFORE,
-    PARENT_NONE,
-    Marks,
-    Residency,
-    Sealed,
-    Slots,
-)
+from kvkeep_server.tiering.residency import Residency
 from kvkeep_server.tiering.room import RoomMaker
+from kvkeep_server.tiering.sealed import PARENT_BEFORE, PARENT_NONE, Marks, Sealed, Slots
 from kvkeep_server.tiering.transfers import CopyIn, Transfers
 from kvkeep_server.tiers.ram.tier import Reservation
 
@@ -113,6 +107,15 @@ class _Plan:
     marks: list[Marks]
     keys: list[bytes] = field(default_factory=list)
 
+    def keys_to_do(self) -> KeyBatch:
+        """The keys of `todo`."""
+        keys = self.batch.keys
+        return keys if len(self.todo) == len(keys) else keys.select(self.todo)
+
+    def marks_to_do(self, marks: Marks) -> Marks:
+        """The fingerprints of `todo`."""
+        return marks if len(self.todo) == len(marks.tags) else marks.select(self.todo)
+
     def settle_repetitions(self) -> None:
         """A key that came before in the batch is there if that one is."""
         repeated = np.flatnonzero(self.first != np.arange(len(self.first)))
@@ -171,7 +174,7 @@ class Commits:
         with ExitStack() as held:
             self._hold_ancestors(plan, held)
             if len(plan.todo):
-                plan.keys = _single(batch.keys.select(plan.todo))
+                plan.keys = _single(plan.keys_to_do())
                 self._announce(plan, held)
                 await self._store(plan, held)
         plan.settle_repetitions()
@@ -284,9 +287,11 @@ class Commits:
     def _hold_ancestors(self, plan: _Plan, held: ExitStack) -> None:
         """Pins the parents, so that making room cannot take them (their own ancestors are safe
         behind them)."""
-        parents = np.unique(plan.parents[plan.parents >= 0])
-        self._residency.pin(parents)
-        held.callback(self._residency.unpin, parents)
+        parents = plan.parents[plan.parents >= 0]
+        if len(parents):
+            parents = np.unique(parents)
+            self._residency.pin(parents)
+            held.callback(self._residency.unpin, parents)
 
     async def _store(self, plan: _Plan, held: ExitStack) -> None:
         groups = plan.batch.groups
@@ -311,7 +316,7 @@ class Commits:
     def _publish(
         self, plan: _Plan, reserved: Sequence[Reservation], checksums: Sequence[NDArray[np.uint64]]
     ) -> None:
-        keys = plan.batch.keys.select(plan.todo)
+        keys = plan.keys_to_do()
         parents, hints = plan.parents, plan.batch.hints
         with ExitStack() as undo:
             sealed = []
@@ -321,7 +326,7 @@ class Commits:
                 # A commit ends the reservation, also when it fails: now the slots are ours.
                 undo.callback(self._room.give_back, slots.addresses)
                 slot = Slots(slots.addresses, slots.commit(), sums)
-                sealed.append(Sealed(group.keyspace, keys, parents, slot, marks.select(plan.todo)))
+                sealed.append(Sealed(group.keyspace, keys, parents, slot, plan.marks_to_do(marks)))
             self._residency.insert(sealed, plan.batch.spaces, hints)
             undo.pop_all()
         plan.status[plan.todo] = CommitStatus.STORED

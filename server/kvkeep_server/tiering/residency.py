@@ -25,6 +25,7 @@ from kvkeep_server.tiering.columns import BlockColumns
 from kvkeep_server.tiering.ghosts import Ghosts
 from kvkeep_server.tiering.keyspaces import Keyspace, KeyspaceSet
 from kvkeep_server.tiering.rebuild import PreparedTable, fill_table
+from kvkeep_server.tiering.sealed import PARENT_BEFORE, Marks, Sealed
 from kvkeep_server.tiers.ram.tier import RamTier
 
 I64 = NDArray[np.int64]
@@ -47,64 +48,6 @@ class TableSettings:
     rows_initial: int
     load_max: float
     ghost_places: int = 65536
-
-
-@dataclass(frozen=True, slots=True)
-class Marks:
-    """Fingerprints of keys in one index table.
-
-    Attributes:
-        table: Which.
-        tags: One a key.
-        checks: One a key.
-    """
-
-    table: IndexTable
-    tags: U64
-    checks: U64
-
-    def select(self, positions: I64) -> "Marks":
-        """Those of some of the keys."""
-        return Marks(self.table, self.tags[positions], self.checks[positions])
-
-
-@dataclass(frozen=True, slots=True)
-class Slots:
-    """Slots in ram that hold sealed blocks.
-
-    Attributes:
-        addresses: One a block.
-        generations: Even ones.
-        checksums: Bound to the keys.
-    """
-
-    addresses: U64
-    generations: U64
-    checksums: U64
-
-
-@dataclass(frozen=True, slots=True)
-class Sealed:
-    """Blocks of one keyspace that are ready to become visible; arrays of one length.
-
-    Attributes:
-        keyspace: Theirs.
-        keys: Theirs, no two equal, none resident.
-        parents: Unit of the block before each, PARENT_NONE = first of its chain, PARENT_BEFORE =
-            the one before it in this batch.
-        slots: Where they lie.
-        marks: Of the keys; worthless when the index moved since.
-    """
-
-    keyspace: Keyspace
-    keys: KeyBatch
-    parents: I64
-    slots: Slots
-    marks: Marks
-
-
-PARENT_NONE = -1
-PARENT_BEFORE = -2
 
 
 class Residency:
@@ -180,6 +123,8 @@ class Residency:
         self, keyspace: Keyspace, keys: KeyBatch, tags: U64, checks: U64
     ) -> tuple[I64, NDArray[np.bool_]]:
         rows, collides = self.table.find(tags, checks)
+        if rows.max(initial=-1) < 0:
+            return rows, collides
         ids = self.table.ids[rows].astype(np.int64)
         absent = rows < 0
         if absent.any():
@@ -317,7 +262,7 @@ class Residency:
         with ExitStack() as undo:
             ids = columns.allocate(len(first.keys) * len(sealed))
             undo.callback(columns.free, ids)
-            of_batch = np.split(ids, len(sealed))
+            of_batch = np.split(ids, len(sealed)) if len(sealed) > 1 else [ids]
             units = self._units_of(first, siblings, of_batch[0])
             parents = first.parents.copy()
             before = np.flatnonzero(parents == PARENT_BEFORE)
@@ -326,19 +271,22 @@ class Residency:
                 self._fill(batch, own, units)
             now = self._clock.monotonic_s()
             columns.last_used_s[units] = now
+            new, new_parents = units, parents
             fresh = units == of_batch[0]
-            if fresh.any():
-                self._policy.insert(units[fresh], parents[fresh], 0, hints, now)
-                undo.callback(self._policy.remove, units[fresh])
             if not fresh.all():
                 self._policy.touch(units[~fresh], hints, now)
-            rows = self._show(sealed, of_batch)
+                new, new_parents = units[fresh], parents[fresh]
+            self._policy.insert(new, new_parents, 0, hints, now)
+            undo.callback(self._policy.remove, new)
+            rows = self._show(sealed, ids)
             undo.pop_all()
         columns.row[ids] = rows
-        for own in of_batch:
-            self._join(own, units)
-        columns.parent[units[fresh]] = parents[fresh]
-        np.add.at(columns.children, parents[fresh & (parents >= 0)], 1)
+        if len(ids) > len(new):
+            for own in of_batch:
+                self._join(own, units)
+        columns.parent[new] = new_parents
+        # Keys of a commit differ, so their parents do.
+        columns.children[new_parents[new_parents >= 0]] += 1
         boundary_nbytes = sum(batch.keyspace.block_nbytes for batch in sealed)
         self.payload_nbytes += len(first.keys) * boundary_nbytes
         return of_batch
@@ -366,15 +314,15 @@ class Residency:
         columns.checksum[ids] = batch.slots.checksums
         columns.unit[ids] = units
 
-    def _show(self, sealed: Sequence[Sealed], of_batch: Sequence[I64]) -> I64:
+    def _show(self, sealed: Sequence[Sealed], ids: I64) -> I64:
         """Rows of all blocks, batch after batch: clients see them from here on."""
         marks = [self._marks_now(batch) for batch in sealed]
         return self.table.insert(
-            np.concatenate([mark.tags for mark in marks]),
-            np.concatenate([mark.checks for mark in marks]),
-            np.concatenate([batch.slots.addresses for batch in sealed]),
-            np.concatenate([batch.slots.generations for batch in sealed]),
-            np.concatenate(of_batch).astype(np.int32),
+            _joined([mark.tags for mark in marks]),
+            _joined([mark.checks for mark in marks]),
+            _joined([batch.slots.addresses for batch in sealed]),
+            _joined([batch.slots.generations for batch in sealed]),
+            ids.astype(np.int32),
         )
 
     def _marks_now(self, batch: Sealed) -> Marks:
@@ -522,3 +470,7 @@ class Residency:
         payload = sum(self._keyspaces[int(space)].block_nbytes for space in spaces)
         assert payload == self.payload_nbytes, "payload bytes"
         self._policy.check()
+
+
+def _joined(parts: list[U64]) -> U64:
+    return np.concatenate(parts) if len(parts) > 1 else parts[0]

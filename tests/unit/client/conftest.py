@@ -53,6 +53,13 @@ def spec(**change):
     return kvkeep.NamespaceSpec(**fields | change)
 
 
+def mapped(address: int) -> bool:
+    """Whether this process has anything there now."""
+    with open("/proc/self/maps") as maps:
+        ranges = [line.split()[0].split("-") for line in maps]
+    return any(int(start, 16) <= address < int(end, 16) for start, end in ranges)
+
+
 def chain(count: int, name: str = "a") -> list[bytes]:
     return [hashlib.sha256(f"{name}{number}".encode()).digest() for number in range(count)]
 

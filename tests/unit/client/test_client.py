@@ -12,6 +12,7 @@ import types
 from pathlib import Path
 
 import grpc
+import numpy as np
 import pytest
 
 import kvkeep
@@ -19,7 +20,7 @@ from kvkeep.client import _default_runtime_dir
 from kvkeep.v1 import block_cache_pb2 as pb
 from tests.fakes.in_process_daemon import FakeDaemon
 from tests.fakes.waiting import wait_until
-from tests.unit.client.conftest import BLOCK_NBYTES, chain, contents, spec, store
+from tests.unit.client.conftest import BLOCK_NBYTES, chain, contents, mapped, spec, store
 
 ROOT = Path(__file__).parents[3]
 
@@ -242,6 +243,31 @@ def test_the_client_attaches_again_to_a_new_daemon(directory, caplog):
             into = bytearray(3 * BLOCK_NBYTES)
             assert namespace.read_into(keys, into) == 3
             assert into == b"".join(contents(keys))
+
+
+def test_a_dead_daemons_memory_is_let_go(daemon, client, namespace):
+    """All but what views show: it counts against what the next daemon can have."""
+    keys = chain(1)
+    store(namespace, keys)
+    namespace.lookup(keys)
+    daemon.add_chunk(1 << 20)
+    session = namespace._opened.session
+    wait_until(lambda: 1 in session.chunks, 10, "the chunk is mapped")
+    buffers = [
+        *(session.chunks[0].buffer, session.chunks[1].buffer),
+        *(session.staging.region, session.table()._region),
+    ]
+    addresses = [np.frombuffer(buffer, np.uint8).ctypes.data for buffer in buffers]
+    del buffers
+    acquired = namespace.acquire(keys)
+    views = acquired.views()
+    daemon.stop()
+    wait_until(lambda: not any(map(mapped, addresses[1:])), 10, "they are unmapped")
+    assert mapped(addresses[0])
+    assert bytes(views[0]) == contents(keys)[0]
+    del views
+    acquired.release()
+    wait_until(lambda: not mapped(addresses[0]), 10, "it is unmapped")
 
 
 def test_a_session_that_the_daemon_ended_is_followed_by_another(daemon, client, namespace):

@@ -270,6 +270,11 @@ def test_other_specifications_miss_and_are_named(client, namespace):
     assert len(namespace.set_id) == 16
 
 
+def test_an_unknown_ack_level_is_refused(namespace):
+    with pytest.raises(kvkeep.InvalidArgumentError, match="ram, nvme or remote"):
+        namespace.store(chain(1), ack="disk")
+
+
 @pytest.mark.parametrize("parent", [b"", b"x" * 31])
 def test_a_parent_is_a_whole_key(namespace, parent):
     with pytest.raises(kvkeep.InvalidArgumentError, match="parent_key"):

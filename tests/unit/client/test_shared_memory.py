@@ -12,14 +12,9 @@ import pytest
 from kvkeep.shared_index import IndexTable
 from kvkeep.shared_memory import Chunk, RegionError, TouchRing, map_region
 from tests.fakes.regions import FakeChunk, FakeIndex, FakeRegion, FakeTouchRing
+from tests.unit.client.conftest import mapped
 
 MiB = 1 << 20
-
-
-def mapped(address: int) -> bool:
-    with open("/proc/self/maps") as maps:
-        ranges = [line.split()[0].split("-") for line in maps]
-    return any(int(start, 16) <= address < int(end, 16) for start, end in ranges)
 
 
 def mapping(region: FakeRegion, **more):

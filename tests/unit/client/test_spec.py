@@ -142,6 +142,14 @@ def test_hints_reach_the_wire():
 
 
 @pytest.mark.parametrize(
+    "field", [{"output_tokens": -1}, {"engine_hit_tokens": 2**64}, {"session_id": bytes(65)}]
+)
+def test_hints_are_checked(field):
+    with pytest.raises(kvkeep.InvalidArgumentError, match=next(iter(field))):
+        kvkeep.Hints(**field)
+
+
+@pytest.mark.parametrize(
     ("seconds", "wire"), [(0, 0), (-1, 0), (0.0004, 1), (1.5, 1500), (1e9, 2**32 - 1)]
 )
 def test_milliseconds(seconds, wire):

@@ -321,6 +321,42 @@ def test_look_ups_and_leases_go_on_while_the_index_moves(tiny, monkeypatch):
     assert tiny.lookup(session, opened, old).blocks == 40
 
 
+def test_a_copy_that_ends_while_the_index_moves_waits_for_it(tiny, monkeypatch):
+    """Its rows would not be in the new table."""
+    session, other = tiny.session(8 << 20), tiny.session(8 << 20)
+    opened = tiny.open(session)
+    tiny.open(other)
+    room, loop, fill = tiny.core.room, tiny.loop, rebuild_module.fill_table
+    one, two = keys_of("one", 20), keys_of("two", 100)
+
+    async def work():
+        begun, go = asyncio.Event(), asyncio.Event()
+
+        def slow(*args):
+            prepared = fill(*args)
+            loop.call_soon_threadsafe(begun.set)
+            asyncio.run_coroutine_threadsafe(go.wait(), loop).result(10)
+            return prepared
+
+        monkeypatch.setattr("kvkeep_server.tiering.residency.fill_table", slow)
+        gate = Gate(tiny.core)
+        first = asyncio.ensure_future(tiny.store(session, opened, one, blocks(one)))
+        await gate.reached()
+        second = asyncio.ensure_future(tiny.store(other, opened, two, blocks(two)))
+        await begun.wait()
+        gate.open()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not first.done()
+        assert room._rebuilding is not None
+        go.set()
+        return await first, await second
+
+    first, second = tiny.run(work())
+    assert (set(first), set(second)) == ({STORED}, {STORED})
+    tiny.check_at_rest()
+
+
 def blocks(keys, nbytes=SMALL):
     return [block_of(key, nbytes) for key in keys]
 
