@@ -80,9 +80,11 @@ class OldViews:
 
     def keep(self) -> None:
         """Errors: UnavailableError, DeadlineError."""
-        store_chain(self._namespace, self._keys)
-        acquired = self._namespace.acquire(self._keys)
-        assert acquired.leased == len(self._expected)
+        acquired = None
+        while acquired is None or acquired.leased < len(self._expected):
+            # Others may have pushed it out in between.
+            store_chain(self._namespace, self._keys)
+            acquired = self._namespace.acquire(self._keys)
         self._leases.append(acquired)
         self._kept.append([acquired.array(i) for i in range(acquired.leased)])
 

@@ -99,7 +99,7 @@ def observer(tmp_path):
         observed = Observer(str(daemon.runtime_dir))
         yield observed
         observed.client.close()
-        assert "Traceback" not in daemon.log
+        daemon.check_log()
         assert daemon.end() == 0
 
 

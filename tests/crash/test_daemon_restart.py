@@ -41,9 +41,9 @@ def test_a_dead_daemon_takes_no_client_with_it(tmp_path, promise_count):
             for turn in range(promise_count):
                 time.sleep(0.1 + source.random() * 0.3)
                 # Mostly as it goes when it goes wrong; now and then as an upgrade does it.
-                number = signal.SIGTERM if turn % 5 == 4 else signal.SIGKILL
+                number = signal.SIGTERM if turn % 3 == 2 else signal.SIGKILL
                 assert daemon.end(number) == (0 if number == signal.SIGTERM else -number)
-                if turn % 3 == 2:
+                if turn % 4 == 3:
                     time.sleep(0.5)
                 for client in clients:
                     client.check_alive()
@@ -70,7 +70,7 @@ def test_a_dead_daemon_takes_no_client_with_it(tmp_path, promise_count):
         assert daemon.end() == 0
     finally:
         daemon.kill()
-    assert "Traceback" not in daemon.log
+    daemon.check_log()
     assert set(os.listdir("/dev/shm")) <= before
     assert set(os.listdir(daemon.runtime_dir)) == {"kvkeep.lock"}
 
@@ -85,17 +85,16 @@ def test_a_daemon_that_was_stopped_ends_nobody(tmp_path):
         namespaces = [client.open_namespace(SPEC) for client in attached]
         store_chain(namespaces[0], keys)
         leases = [namespace.acquire(keys) for namespace in namespaces]
-        for _ in range(2):
-            daemon.send(signal.SIGSTOP)
-            time.sleep(2 * timeout_s)
-            assert namespaces[0].lookup(keys).blocks == BLOCKS
-            daemon.send(signal.SIGCONT)
-            time.sleep(timeout_s)
-            for lease in leases:
-                lease.renew()
-            stats = attached[0].stats()
-            assert (stats.sessions, stats.leases) == (clients, clients)
-            assert stats.sessions_ended_total == 0
+        daemon.send(signal.SIGSTOP)
+        time.sleep(2 * timeout_s)
+        assert namespaces[0].lookup(keys).blocks == BLOCKS
+        daemon.send(signal.SIGCONT)
+        time.sleep(timeout_s)
+        for lease in leases:
+            lease.renew()
+        stats = attached[0].stats()
+        assert (stats.sessions, stats.leases) == (clients, clients)
+        assert stats.sessions_ended_total == 0
         # Those that really are gone are noticed all the same.
         attached[-1].close()
         wait_until(lambda: attached[0].stats().sessions == clients - 1, 1.0, "one has left")

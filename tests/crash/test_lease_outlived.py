@@ -33,7 +33,7 @@ def observed(tmp_path):
     with running_daemon(tmp_path, CONFIG) as daemon:
         with kvkeep.connect(daemon.runtime_dir, timeout_s=10.0) as client:
             yield str(daemon.runtime_dir), client
-        assert "Traceback" not in daemon.log
+        daemon.check_log()
 
 
 def refill(client, turn, pools):

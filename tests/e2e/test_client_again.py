@@ -33,7 +33,7 @@ OTHER_FACTS = [
 def daemon(tmp_path_factory):
     with running_daemon(tmp_path_factory.mktemp("daemon"), CONFIG) as started:
         yield started
-        assert "Traceback" not in started.log
+        started.check_log()
 
 
 MISSED = {"found": 0, "exact": 0, "stored": BLOCKS}

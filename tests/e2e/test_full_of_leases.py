@@ -23,7 +23,7 @@ IDLE_SHARE = 0.05
 def daemon(tmp_path):
     with running_daemon(tmp_path, CONFIG) as started:
         yield started
-        assert "Traceback" not in started.log
+        started.check_log()
 
 
 @pytest.fixture

@@ -127,7 +127,7 @@ def test_no_name_becomes_a_path(tmp_path, promise_count):
     assert [event for event in seen if any(CANARY in text for text in event)] == []
     assert outside(daemon.runtime_dir, [text for event in seen for text in event[1:]]) == []
     assert set(os.listdir(daemon.runtime_dir)) == {"kvkeep.lock"}
-    assert "Traceback" not in daemon.log
+    daemon.check_log()
 
 
 def can_trace() -> bool:

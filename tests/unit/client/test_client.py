@@ -103,12 +103,15 @@ def test_nothing_is_left_open(daemon):
         client.open_namespace(spec())
     gc.collect()
     before = open_fds()
-    for _ in range(3):
+    for _ in range(8):
         with kvkeep.connect(daemon.directory) as client:
             store(client.open_namespace(spec()), chain(2))
     gc.collect()
     wait_until(lambda: not daemon.sessions, 10, "the sessions are over")
-    wait_until(lambda: len(open_fds()) <= len(before), 10, f"{open_fds() - before} are closed")
+    # gRPC opens one or the other of its own when it likes: one a client would be eight.
+    wait_until(lambda: len(open_fds()) < len(before) + 8, 10, f"closing {open_fds() - before}")
+    maps = sum("memfd:fake" in fd for fd in open_fds())
+    assert maps <= sum("memfd:fake" in fd for fd in before)
     names = {thread.name for thread in threading.enumerate()}
     assert "kvkeep-session" not in names
 

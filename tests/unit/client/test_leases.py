@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import kvkeep
+from kvkeep.leases import _Column
 from tests.fakes.waiting import wait_until
 from tests.unit.client.conftest import BLOCK_NBYTES, chain, contents, spec, store
 
@@ -181,3 +182,10 @@ def test_arrays_of_views_do_not_stop_the_release(daemon, namespace, keys):
         array = np.frombuffer(acquired.views()[0], np.uint8)
     wait_until(lambda: not daemon.leases, 10, "the lease comes back")
     assert array.tobytes() == contents(keys)[0]
+
+
+@pytest.mark.parametrize("ids", [[], [0], [7], [0, 1, 255], [256], [1, 256, 65_535]])
+def test_the_chunks_of_addresses(ids):
+    addresses = np.array([chunk << 32 | 9 for chunk in ids * 3], dtype=np.uint64)
+    column = _Column(addresses.tobytes(), addresses.tobytes())
+    assert column.chunk_ids() == set(ids)
