@@ -43,8 +43,14 @@ class Keyspace:
 
     def checksum(self, key: bytes, payload: memoryview) -> int:
         """xxh3-64 of the payload, bound to (namespace, group, key, length)."""
-        seed = xxhash.xxh3_64_intdigest(key, self.checksum_seed)
-        return xxhash.xxh3_64_intdigest(payload, seed)
+        return xxhash.xxh3_64_intdigest(payload, self._seed_of(key))
+
+    def hasher(self, key: bytes) -> xxhash.xxh3_64:
+        """`checksum` for payloads that come in pieces: its `intdigest` after all `update`s."""
+        return xxhash.xxh3_64(seed=self._seed_of(key))
+
+    def _seed_of(self, key: bytes) -> int:
+        return xxhash.xxh3_64_intdigest(key, self.checksum_seed)
 
 
 @dataclass(frozen=True, slots=True)

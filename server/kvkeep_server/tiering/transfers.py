@@ -14,11 +14,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from kvkeep_server.tiering.keyspaces import Keyspace
 
 _KEEP_GIL_NBYTES = 256 * 1024
+# Of 64 blocks of 2 MiB copy and checksum take 11.8 ms in such pieces, 13.6 in whole blocks, the copy
+# alone 11.0.
+_PIECE_NBYTES = 512 * 1024
 # A batch above this is cut for several threads: below, a second hand-over costs more than it saves.
 _SPLIT_NBYTES = 16 * 1024 * 1024
 # Up to here the event loop copies itself: 4 MiB take it 0.4 ms, a hand-over to a thread and back
@@ -51,14 +55,23 @@ def copy_blocks(job: CopyIn, start: int, stop: int) -> list[int]:
     checksums = []
     for i in range(start, stop):
         offset, target = job.offsets[i], job.targets[i]
+        source = job.source[offset : offset + nbytes]
         if nbytes < _KEEP_GIL_NBYTES:
-            target[:] = job.source[offset : offset + nbytes]
+            target[:] = source
+            checksums.append(job.keyspace.checksum(job.keys[i], target))
         else:
-            np.copyto(
-                np.frombuffer(target, np.uint8), np.frombuffer(job.source, np.uint8, nbytes, offset)
-            )
-        checksums.append(job.keyspace.checksum(job.keys[i], target))
+            checksums.append(_copy_large(source, target, job.keyspace.hasher(job.keys[i])))
     return checksums
+
+
+def _copy_large(source: memoryview, target: memoryview, hasher: xxhash.xxh3_64) -> int:
+    """Copies in pieces that are still in the core's cache when their checksum is taken."""
+    taken, put = np.frombuffer(source, np.uint8), np.frombuffer(target, np.uint8)
+    for start in range(0, len(taken), _PIECE_NBYTES):
+        stop = start + _PIECE_NBYTES
+        np.copyto(put[start:stop], taken[start:stop])
+        hasher.update(target[start:stop])
+    return hasher.intdigest()
 
 
 class Transfers:

@@ -56,29 +56,38 @@ def test_bytes_and_checksums_are_those_of_the_blocks(
         assert checksums[i] == work.keyspace.checksum(work.keys[i], wanted)
 
 
-@pytest.mark.parametrize("nbytes", [890, 300 * 1024])
+@pytest.mark.parametrize("nbytes", [890, 300 * 1024, 2 << 20])
 def test_the_checksum_is_that_of_the_copy(nbytes):
     """B007: a client that writes while the copy runs changes what is stored, never whether the
     checksum fits."""
 
     class Meddling:
-        """A target list whose client writes into staging between copy and checksum."""
-
-        def __init__(self, work):
-            self.work = work
-
-        def checksum(self, key, payload):
-            self.work.source[:] = b"\xff" * len(self.work.source)
-            return keyspace(nbytes).checksum(key, payload)
+        """A keyspace whose client writes into staging between copy and checksum."""
 
         block_nbytes = nbytes
 
+        def checksum(self, key, payload):
+            work.source[:] = b"\xff" * len(work.source)
+            return keyspace(nbytes).checksum(key, payload)
+
+        def hasher(self, key):
+            real = keyspace(nbytes).hasher(key)
+
+            class Hasher:
+                intdigest = real.intdigest
+
+                def update(self, piece):
+                    work.source[:] = b"\xff" * len(work.source)
+                    real.update(piece)
+
+            return Hasher()
+
     work = job(nbytes, 1)
-    meddled = CopyIn(Meddling(work), work.keys, work.source, work.offsets, work.targets)
     before = bytes(work.source)
+    meddled = CopyIn(Meddling(), work.keys, work.source, work.offsets, work.targets)
     (checksum,) = copy_blocks(meddled, 0, 1)
-    assert bytes(work.targets[0]) == before
-    assert checksum == keyspace(nbytes).checksum(work.keys[0], memoryview(before))
+    assert checksum == keyspace(nbytes).checksum(work.keys[0], work.targets[0])
+    assert bytes(work.targets[0][:890]) == before[:890]
 
 
 def test_a_failure_is_told_only_when_every_part_has_stopped(transfers, monkeypatch):
