@@ -177,7 +177,7 @@ class Harness:
     # --- sessions and namespaces
 
     def session(self, staging_nbytes: int = MIB) -> Session:
-        welcome = close_offers(self.core.sessions.open(hello(staging_nbytes)))
+        welcome = close_offers(self.run(self.core.sessions.open(hello(staging_nbytes))))
         return self.core.sessions.get(welcome.token)
 
     def open(

@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 class SessionOpener(Protocol):
     """What a connection becomes."""
 
-    def open(self, facts: HelloFacts, /) -> Welcome:
+    async def open(self, facts: HelloFacts, /) -> Welcome:
         """Begins a session.
 
         Raises:
@@ -144,6 +144,7 @@ class FdHandover:
         self._resume: asyncio.TimerHandle | None = None
         self._pending: dict[_Connection, None] = {}  # in the order of their arrival
         self._sessions: dict[int, _Connection] = {}
+        self._opening: set[asyncio.Task[None]] = set()
 
     # --- life -------------------------------------------------------------------------------------
 
@@ -180,6 +181,8 @@ class FdHandover:
     def close(self) -> None:
         """Closes everything; attached clients see EOF. Idempotent."""
         self.stop_listening()
+        for task in list(self._opening):
+            task.cancel()
         for session_id in list(self._sessions):
             self._end(session_id, "daemon stops")
 
@@ -255,15 +258,26 @@ class FdHandover:
             if flags & socket.MSG_TRUNC:
                 self._refuse(connection, f"a SideHello has at most {HELLO_NBYTES_MAX} bytes")
                 return
-            self._open(connection, packet)
+        except BaseException:
+            connection.close()
+            raise
+        asyncio.get_running_loop().remove_reader(connection.sock)
+        connection.drop_timers()
+        task = asyncio.get_running_loop().create_task(self._open_or_close(connection, packet))
+        self._opening.add(task)
+        task.add_done_callback(self._opening.discard)
+
+    async def _open_or_close(self, connection: _Connection, packet: bytes) -> None:
+        try:
+            await self._open(connection, packet)
         except BaseException:
             connection.close()
             raise
 
-    def _open(self, connection: _Connection, packet: bytes) -> None:
+    async def _open(self, connection: _Connection, packet: bytes) -> None:
         try:
             facts = _facts(connection.sock, packet)
-            welcome = self._opener.open(facts)
+            welcome = await self._opener.open(facts)
         except DecodeError:
             self._refuse(
                 connection,

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from kvkeep_server.tiering.keyspaces import Keyspace
 
 _KEEP_GIL_NBYTES = 256 * 1024
-# Of 64 blocks of 2 MiB copy and checksum take 11.8 ms in such pieces, 13.6 in whole blocks, the copy
-# alone 11.0.
+# Of 64 blocks of 2 MiB copy and checksum take 11.8 ms in such pieces, 13.6 in whole blocks, the
+# copy alone 11.0.
 _PIECE_NBYTES = 512 * 1024
 # A batch above this is cut for several threads: below, a second hand-over costs more than it saves.
 _SPLIT_NBYTES = 16 * 1024 * 1024

@@ -27,7 +27,7 @@ class Opener:
         self.ended = []
         self.refusal = None
 
-    def open(self, facts):
+    async def open(self, facts):
         if self.refusal is not None:
             raise self.refusal
         self.facts.append(facts)

@@ -113,7 +113,9 @@ def test_a_session_of_any_name_opens_its_own_descriptors_and_nothing_else(audit)
         for name in itertools.islice(names(random.Random(23)), 200):
             own = name.encode()[:200].decode(errors="ignore")
             with audit.listen() as heard:
-                welcome = close_offers(harness.core.sessions.open(hello(4096, client_name=own)))
+                welcome = close_offers(
+                    harness.run(harness.core.sessions.open(hello(4096, client_name=own)))
+                )
                 session = harness.core.sessions.get(welcome.token)
                 opened = harness.open(session, spec(tenant=name, model=name, engine=name))
             assert heard, "its memory is made and handed out"

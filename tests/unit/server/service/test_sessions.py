@@ -86,9 +86,13 @@ def sessions(clock, table, ended):
         sessions.end(session.session_id, "test is over")
 
 
-def attach(sessions, staging_nbytes=0, **changes):
-    welcome = close_offers(sessions.open(hello(staging_nbytes, **changes)))
+async def attached_to(sessions, staging_nbytes=0, **changes):
+    welcome = close_offers(await sessions.open(hello(staging_nbytes, **changes)))
     return sessions.get(welcome.token)
+
+
+def attach(sessions, staging_nbytes=0, **changes):
+    return asyncio.run(attached_to(sessions, staging_nbytes, **changes))
 
 
 def open_fds():
@@ -105,7 +109,7 @@ def shmem_nbytes():
 
 
 def test_a_welcome_brings_staging_ring_and_what_is_offered(sessions):
-    welcome = sessions.open(hello(3 * PAGE))
+    welcome = asyncio.run(sessions.open(hello(3 * PAGE)))
     assert [offer.kind for offer in welcome.fds] == [
         FdKind.STAGING,
         FdKind.TOUCH_RING,
@@ -148,8 +152,8 @@ def test_staging_defaults_and_is_rounded_up_to_pages(sessions):
 @pytest.mark.parametrize("versions", [(), (0,), (2, 3)])
 def test_a_client_of_another_layout_is_refused(sessions, versions):
     with pytest.raises(FailedPreconditionError, match="same release"):
-        sessions.open(hello(layout_versions=versions))
-    close_offers(sessions.open(hello(PAGE, layout_versions=(7, 1))))
+        asyncio.run(sessions.open(hello(layout_versions=versions)))
+    close_offers(asyncio.run(sessions.open(hello(PAGE, layout_versions=(7, 1)))))
 
 
 @pytest.mark.parametrize(
@@ -164,7 +168,7 @@ def test_a_client_of_another_layout_is_refused(sessions, versions):
 def test_a_wrong_hello_is_refused_by_field_and_leaves_nothing(sessions, changes, field):
     before = open_fds()
     with pytest.raises(InvalidArgumentError) as refusal:
-        sessions.open(hello(**changes))
+        asyncio.run(sessions.open(hello(**changes)))
     assert refusal.value.field == field
     assert open_fds() == before
     assert len(sessions) == 0
@@ -173,7 +177,7 @@ def test_a_wrong_hello_is_refused_by_field_and_leaves_nothing(sessions, changes,
 def test_sessions_are_limited_in_number(sessions):
     opened = [attach(sessions, PAGE) for _ in range(LIMITS.sessions_max)]
     with pytest.raises(ResourceExhaustedError, match=r"sessions\.sessions_max = 4") as refusal:
-        sessions.open(hello(PAGE))
+        asyncio.run(sessions.open(hello(PAGE)))
     assert refusal.value.retry_after_s > 0
     sessions.end(opened[0].session_id, "test")
     attach(sessions, PAGE)
@@ -182,7 +186,7 @@ def test_sessions_are_limited_in_number(sessions):
 def test_staging_of_all_sessions_is_limited(sessions):
     first = attach(sessions, 60 * PAGE)
     with pytest.raises(ResourceExhaustedError, match=r"sessions\.staging_total_max"):
-        sessions.open(hello(41 * PAGE))
+        asyncio.run(sessions.open(hello(41 * PAGE)))
     attach(sessions, 40 * PAGE)
     sessions.end(first.session_id, "test")
     attach(sessions, 60 * PAGE)
@@ -209,7 +213,7 @@ def test_a_hello_that_fails_half_way_leaves_nothing(sessions, table, monkeypatch
         monkeypatch.setattr(sessions_module.Memfd, "client_fd", client_fd)
     before = open_fds()
     with pytest.raises(ResourceExhaustedError, match="Too many open files") as refusal:
-        sessions.open(hello(PAGE))
+        asyncio.run(sessions.open(hello(PAGE)))
     assert refusal.value.retry_after_s > 0
     monkeypatch.undo()
     assert open_fds() == before
@@ -268,7 +272,7 @@ def test_staging_of_ended_sessions_with_copies_counts_for_the_limit(sessions):
     sessions.begin_copy(session)
     sessions.end(session.session_id, "killed")
     with pytest.raises(ResourceExhaustedError):
-        sessions.open(hello(60 * PAGE))
+        asyncio.run(sessions.open(hello(60 * PAGE)))
     sessions.end_copy(session)
     attach(sessions, 60 * PAGE)
 
@@ -293,6 +297,24 @@ def test_who_ends_otherwise_is_hung_up_on(sessions):
     assert sender.hung_up == [session.session_id]
 
 
+# ---- hellos that meet
+
+
+def test_hellos_that_meet_cannot_pass_a_limit_together(sessions):
+    """Memory is made in a thread: what it will take is claimed before."""
+
+    async def work():
+        hellos = [sessions.open(hello(41 * PAGE)) for _ in range(3)]
+        return await asyncio.gather(*hellos, return_exceptions=True)
+
+    answers = asyncio.run(work())
+    welcomed = [close_offers(answer) for answer in answers if not isinstance(answer, Exception)]
+    refused = [answer for answer in answers if isinstance(answer, ResourceExhaustedError)]
+    assert len(welcomed) + len(refused) == 3
+    assert refused
+    assert sessions.staging_nbytes == 41 * PAGE * len(welcomed)
+
+
 # ---- events
 
 
@@ -306,7 +328,7 @@ async def take(stream, count):
 
 def test_a_stream_begins_with_attached_and_carries_what_is_told(sessions):
     async def work():
-        session = attach(sessions)
+        session = await attached_to(sessions)
         stream = sessions.listen(session)
         (attached,) = await take(stream, 1)
         assert attached.name == "attached"
@@ -327,7 +349,7 @@ def test_sequences_count_up_on_the_stream_also_for_what_came_before_it(sessions,
 
     async def work():
         sessions.sender = sender = Sender()
-        session = attach(sessions)
+        session = await attached_to(sessions)
         sessions.tell_all("chunk_added", {"chunk_id": 1, "nbytes": 2}, table.offers)
         stream = sessions.listen(session)
         events = await take(stream, 2)
@@ -346,7 +368,7 @@ def test_sequences_count_up_on_the_stream_also_for_what_came_before_it(sessions,
 
 def test_the_end_of_a_session_ends_a_stream_that_waits_but_not_before_it_told_all(sessions):
     async def work():
-        session = attach(sessions)
+        session = await attached_to(sessions)
         stream = sessions.listen(session)
         await take(stream, 1)
         waiting = asyncio.ensure_future(anext(stream))
@@ -362,7 +384,7 @@ def test_the_end_of_a_session_ends_a_stream_that_waits_but_not_before_it_told_al
 
 def test_a_newer_stream_takes_over_at_once_and_no_event_is_lost(sessions):
     async def work():
-        session = attach(sessions)
+        session = await attached_to(sessions)
         old = sessions.listen(session)
         await take(old, 1)
         waiting = asyncio.ensure_future(anext(old))
@@ -382,7 +404,7 @@ def test_a_newer_stream_takes_over_at_once_and_no_event_is_lost(sessions):
 
 def test_losing_the_stream_ends_nothing(sessions):
     async def work():
-        session = attach(sessions)
+        session = await attached_to(sessions)
         stream = sessions.listen(session)
         await take(stream, 1)
         await stream.aclose()
@@ -443,7 +465,7 @@ def test_telling_may_end_sessions_meanwhile(sessions, table, ended):
 
 
 def test_no_secret_is_shown_when_a_session_is(sessions):
-    welcome = close_offers(sessions.open(hello(PAGE, credential="hunter2")))
+    welcome = close_offers(asyncio.run(sessions.open(hello(PAGE, credential="hunter2"))))
     shown = repr(welcome) + repr(sessions.get(welcome.token))
     assert repr(welcome.token) not in shown
     assert "hunter2" not in shown
