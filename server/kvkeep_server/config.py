@@ -99,7 +99,7 @@ class RamSettings:
     )
     chunk_nbytes: int = _key(
         "chunk",
-        Size(4 * MiB, 1 * GiB, 2 * MiB, auto="1/8 of the pool within 64MiB to 1GiB"),
+        Size(4 * MiB, 1 * GiB, 2 * MiB, auto="1/16 of the pool within 64MiB to 1GiB"),
         AUTO,
         "The pool grows by this much: one memfd, charged to the daemon when it is added.",
     )
@@ -420,7 +420,7 @@ def _fill_auto(values: Mapping[str, Value | None], memory: MemoryLimit) -> dict[
 
     fill("ram.size", pool_nbytes_auto(memory.nbytes))
     pool, block = filled["ram.size"], filled["limits.block_max"] or 0
-    chunk = max(64 * MiB, min(1 * GiB, pool // 8), 2 * (filled["ram.slab"] or block))
+    chunk = max(64 * MiB, min(1 * GiB, pool // 16), 2 * (filled["ram.slab"] or block))
     fill("ram.chunk", min(1 * GiB, chunk // (2 * MiB) * 2 * MiB))
     fill("ram.slab", min(filled["ram.chunk"], max(auto_slab_nbytes(pool), block + PAGE_NBYTES - 1)))
     fill("limits.block_max", min(64 * MiB, filled["ram.slab"]))

@@ -62,6 +62,7 @@ class Core:
         for session in self.sessions:
             self.sessions.end(session.session_id, "daemon stops")
         self.residency.stop()
+        self.ram.close()
         self.transfers.close()
         self.executor.shutdown()
 

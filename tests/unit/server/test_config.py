@@ -144,7 +144,7 @@ def test_any_value_is_taken_or_refused(tree):
 def test_embedded_default_is_the_documented_one():
     settings = load(None, limit(24 * GiB)).settings
     assert settings.ram.size_nbytes == 2 * GiB
-    assert settings.ram.chunk_nbytes == 256 * MiB
+    assert settings.ram.chunk_nbytes == 128 * MiB
     assert settings.sessions.staging_nbytes == 64 * MiB
     assert settings.sessions.staging_nbytes_max == GiB
     assert settings.sessions.staging_total_nbytes_max == 4 * GiB

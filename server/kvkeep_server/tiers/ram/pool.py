@@ -19,6 +19,7 @@ from kvkeep_server.core.memfd import (
     PAGE_NBYTES,
     AddressRange,
     Memfd,
+    collapse,
     create_sealed,
     round_up,
 )
@@ -55,7 +56,7 @@ class PoolSettings:
         chunk_nbytes_max: Of one chunk.
         chunk_nbytes_min: A remainder below this is left unused.
         server_epoch: Written into every chunk.
-        huge_pages: Try to collapse new chunks into huge pages.
+        huge_pages: Try to collapse chunks into huge pages, once they are in use.
     """
 
     limit_nbytes: int
@@ -115,6 +116,7 @@ class Pool:
         self.settings = settings
         self.chunks: dict[int, Chunk] = {}
         self.nbytes = 0
+        self.huge_chunks = 0
         self._memory_limit = memory_limit
         self._on_chunk = on_chunk
         self._range: AddressRange | None = None
@@ -196,6 +198,14 @@ class Pool:
         self.chunks[chunk.chunk_id] = chunk
         self.nbytes += chunk.nbytes
         self._on_chunk(chunk)
+
+    def collapse(self, chunk: Chunk, start: int, nbytes: int) -> bool:
+        """Makes huge pages of a part of an adopted chunk, while it is in use; whether it worked.
+
+        Blocks: use a thread.
+        """
+        assert self._range is not None
+        return collapse(self._range, chunk.memfd.offset + start, min(nbytes, chunk.nbytes - start))
 
     def close(self) -> None:
         """Closes the descriptors. The memory goes when the last view of it does."""
@@ -311,7 +321,6 @@ class Pool:
             nbytes,
             future_write_seal=True,
             within=within,
-            huge=self.settings.huge_pages,
             touch=True,
         )
 

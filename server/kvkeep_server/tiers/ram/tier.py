@@ -1,6 +1,7 @@
 """The ram tier: reserve, fill, commit over the pool's slots; grows by chunks until the limit."""
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -15,11 +16,13 @@ from kvkeep_server.core.errors import InvalidArgumentError, PoolExhaustedError
 from kvkeep_server.core.memfd import PAGE_NBYTES
 from kvkeep_server.core.results import TierId
 from kvkeep_server.tiers.base import Blocks, Presence, ReadStatus, RemoveStatus, WriteStatus
-from kvkeep_server.tiers.ram.pool import Pool, data_page_of
+from kvkeep_server.tiers.ram.pool import Chunk, Pool, data_page_of
 from kvkeep_server.tiers.ram.slabs import SlabAllocator
 
 Addresses = NDArray[np.uint64]
 _ONE = np.uint64(1)
+# A thread of the executor is taken for so long at a time: 8 to 100 ms.
+_COLLAPSED_AT_ONCE_NBYTES = 32 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +144,8 @@ class RamTier:
         self._executor = executor
         self._clock = clock
         self._growing: asyncio.Task[bool] | None = None
+        self._to_collapse: deque[Chunk] = deque()
+        self._collapsing: asyncio.Task[None] | None = None
         self._growth_refused = ""
         self._grow_after_s = float("-inf")
 
@@ -237,9 +242,35 @@ class RamTier:
             self.pool.adopt(chunk)
             pages = chunk.nbytes // PAGE_NBYTES - chunk.data_page
             self.slabs.add_chunk(chunk.chunk_id, chunk.data_page, pages)
+            if self.pool.settings.huge_pages:
+                self._to_collapse.append(chunk)
+                if self._collapsing is None:
+                    self._collapsing = asyncio.create_task(self._collapse())
             return True
         finally:
             self._growing = None
+
+    async def _collapse(self) -> None:
+        """Makes huge pages of new chunks behind the work: a chunk must not wait for them, since
+        that takes up to 3 s a GiB where memory is fragmented."""
+        loop = asyncio.get_running_loop()
+        try:
+            while self._to_collapse:
+                chunk = self._to_collapse.popleft()
+                for start in range(0, chunk.nbytes, _COLLAPSED_AT_ONCE_NBYTES):
+                    part = (chunk, start, _COLLAPSED_AT_ONCE_NBYTES)
+                    if not await loop.run_in_executor(self._executor, self.pool.collapse, *part):
+                        break
+                else:
+                    self.pool.huge_chunks += 1
+        finally:
+            self._collapsing = None
+
+    def close(self) -> None:
+        """Ends what goes on behind the work."""
+        self._to_collapse.clear()
+        if self._collapsing is not None:
+            self._collapsing.cancel()
 
     # --- the rest of the Tier protocol ------------------------------------------------------------
 
@@ -298,7 +329,7 @@ class RamTier:
             limit_nbytes=self.pool.settings.limit_nbytes,
             nbytes=self.pool.nbytes,
             chunks=len(chunks),
-            huge_chunks=sum(chunk.memfd.huge for chunk in chunks),
+            huge_chunks=self.pool.huge_chunks,
             used_nbytes=slabs.used_nbytes,
             padding_nbytes=slabs.padding_nbytes,
             free_nbytes=slabs.free_nbytes,
