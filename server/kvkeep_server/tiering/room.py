@@ -22,7 +22,7 @@ from kvkeep_server.tiers.ram.tier import RamTier, Reservation
 # grows with it.
 _BATCH_MIN = 16
 # Of a client's default deadline of 2 s. On an idle host a chunk of 1 GiB takes 0.5 s.
-_GROWTH_WAIT_S = 1.0
+_GROWTH_WAIT_S = 0.5
 
 
 class RoomMaker:

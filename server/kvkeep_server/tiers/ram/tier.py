@@ -259,8 +259,13 @@ class RamTier:
                 chunk = self._to_collapse.popleft()
                 for start in range(0, chunk.nbytes, _COLLAPSED_AT_ONCE_NBYTES):
                     part = (chunk, start, _COLLAPSED_AT_ONCE_NBYTES)
+                    began_s = loop.time()
                     if not await loop.run_in_executor(self._executor, self.pool.collapse, *part):
                         break
+                    # Half of one core at most, and nothing while the pool waits to grow.
+                    await asyncio.sleep(loop.time() - began_s)
+                    if self._growing is not None:
+                        await asyncio.wait([self._growing])
                 else:
                     self.pool.huge_chunks += 1
         finally:
