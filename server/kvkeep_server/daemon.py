@@ -4,11 +4,12 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 import random
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,7 +103,7 @@ def build_core(
         clock=clock,
         source=source,
         server_epoch=server_epoch,
-        offers=lambda: [_table_offer(residency.table), *map(_chunk_offer, pool.chunks.values())],
+        offers=lambda: _offers(residency.table, pool.chunks.values()),
         on_end=lambda session: wiring.on_session_end(leases, session),
     )
     namespaces = Namespaces(
@@ -148,6 +149,20 @@ class _Wiring:
     @staticmethod
     def on_session_end(leases: Leases, session: Session) -> None:
         leases.end_session(session.session_id)
+
+
+def _offers(table: IndexTable, chunks: Iterable[Chunk]) -> list[FdOffer]:
+    """All that a new client maps; all or none, when descriptors run out."""
+    offers: list[FdOffer] = []
+    try:
+        offers.append(_table_offer(table))
+        for chunk in chunks:
+            offers.append(_chunk_offer(chunk))  # noqa: PERF401 - what was made must be closed
+    except OSError:
+        for offer in offers:
+            os.close(offer.fd)
+        raise
+    return offers
 
 
 def _table_offer(table: IndexTable) -> FdOffer:

@@ -141,7 +141,7 @@ class BlockCacheServicer(object):
 
     def Lookup(self, request, context):
         """Longest usable prefix, without a lease. For remote clients, and for what the shared index cannot say.
-        Errors: INVALID_ARGUMENT, NOT_FOUND (namespace set not open), RESOURCE_EXHAUSTED (limits.keys_max a call).
+        Errors: INVALID_ARGUMENT (among others: more than limits.keys_max keys), NOT_FOUND (namespace set not open).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

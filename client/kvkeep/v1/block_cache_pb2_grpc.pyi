@@ -449,7 +449,7 @@ class BlockCacheStub(typing.Generic[_BlockCacheOpenNamespaceType, _BlockCacheAtt
 
     Lookup: _BlockCacheLookupType
     """Longest usable prefix, without a lease. For remote clients, and for what the shared index cannot say.
-    Errors: INVALID_ARGUMENT, NOT_FOUND (namespace set not open), RESOURCE_EXHAUSTED (limits.keys_max a call).
+    Errors: INVALID_ARGUMENT (among others: more than limits.keys_max keys), NOT_FOUND (namespace set not open).
     """
 
     Acquire: _BlockCacheAcquireType
@@ -619,7 +619,7 @@ class BlockCacheServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[kvkeep.v1.block_cache_pb2.LookupResponse, collections.abc.Awaitable[kvkeep.v1.block_cache_pb2.LookupResponse]]:
         """Longest usable prefix, without a lease. For remote clients, and for what the shared index cannot say.
-        Errors: INVALID_ARGUMENT, NOT_FOUND (namespace set not open), RESOURCE_EXHAUSTED (limits.keys_max a call).
+        Errors: INVALID_ARGUMENT (among others: more than limits.keys_max keys), NOT_FOUND (namespace set not open).
         """
 
     @abc.abstractmethod

@@ -39,6 +39,8 @@ STAGING_ALIGNMENT = 64
 _ZERO = np.uint64(0)
 # Keys times local ranks and groups of one call: bounds its work, and its answer to 34 MiB.
 _ENTRIES_MAX = 1 << 21
+# A look-up in shared memory has no limit of keys; a record that claims more than this is a lie.
+_ASKED_MAX = 1 << 24
 # Look-ups of clients are credited in slices, so that a full ring never holds the loop for long.
 _TOUCHES_A_DRAIN = 512
 _CHAIN_STEPS_A_DRAIN = 65536
@@ -322,7 +324,7 @@ class BlockService:
         _, set_index, _, asked, found, row, version, hit_tokens, output, stop, sub_agent, *_ = (
             record
         )
-        if set_index not in session.opened or found > asked or asked > self.limits.keys_max:
+        if set_index not in session.opened or found > asked or asked > _ASKED_MAX:
             self.touches.invalid += 1
             return 1
         self.manager.counts.lookups += 1
