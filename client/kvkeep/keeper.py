@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvkeep.session import Session
 
 BACKOFF_FIRST_S: Final = 0.05
-BACKOFF_MAX_S: Final = 0.5
+BACKOFF_MAX_S: Final = 0.2
 _RELEASE_TIMEOUT_S: Final = 2.0
 _RELEASES_A_CALL_MAX: Final = 1024
 _JOIN_TIMEOUT_S: Final = 5.0

@@ -248,6 +248,8 @@ class Daemon:
 
     async def _serve(self, core: Core, directory: Path) -> None:
         stop = _stop_signal()
+        # One pool for all that blocks; asyncio's own would be as large as the host.
+        asyncio.get_running_loop().set_default_executor(core.executor)
         server = Server(
             service=core.service,
             ram=core.ram,

@@ -176,9 +176,12 @@ class Harness:
 
     # --- sessions and namespaces
 
-    def session(self, staging_nbytes: int = MIB) -> Session:
-        welcome = close_offers(self.run(self.core.sessions.open(hello(staging_nbytes))))
+    async def attach(self, staging_nbytes: int = MIB) -> Session:
+        welcome = close_offers(await self.core.sessions.open(hello(staging_nbytes)))
         return self.core.sessions.get(welcome.token)
+
+    def session(self, staging_nbytes: int = MIB) -> Session:
+        return self.run(self.attach(staging_nbytes))
 
     def open(
         self, session: Session, wanted: NamespaceSpec | None = None, ranks: Sequence[int] = ()

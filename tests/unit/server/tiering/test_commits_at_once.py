@@ -176,7 +176,7 @@ def test_commits_of_other_chains_run_side_by_side(core, opened):
         gate = Gate(core.core)
         storing = []
         for number in range(5):
-            session, keys = core.session(), keys_of(number, 3)
+            session, keys = await core.attach(), keys_of(number, 3)
             core.open(session)
             storing.append(
                 asyncio.ensure_future(core.store(session, opened, keys, blocks_of(keys)))
@@ -228,13 +228,13 @@ def test_commits_at_a_time_are_limited(core):
             gate = Gate(limited.core)
             storing = []
             for number in range(2):
-                session, keys = limited.session(), keys_of(number, 1)
+                session, keys = await limited.attach(), keys_of(number, 1)
                 limited.open(session)
                 storing.append(
                     asyncio.ensure_future(limited.store(session, opened, keys, blocks_of(keys)))
                 )
                 await gate.reached()
-            third = limited.session()
+            third = await limited.attach()
             limited.open(third)
             key = keys_of("third", 1)
             with pytest.raises(ResourceExhaustedError, match="commits_running_max = 2"):
