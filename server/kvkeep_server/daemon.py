@@ -16,6 +16,7 @@ from pathlib import Path
 
 from kvkeep_server.config import Settings
 from kvkeep_server.core.clock import Clock
+from kvkeep_server.core.errors import FailedPreconditionError
 from kvkeep_server.core.memory_limit import MemoryLimit, read_memory_limit
 from kvkeep_server.core.ownership import Ownership
 from kvkeep_server.core.process import forbid_inspection, raise_descriptor_limit
@@ -259,8 +260,14 @@ class Daemon:
         mode = self._settings.server.socket_mode
         handover = FdHandover(path=directory / FD_SOCKET_NAME, mode=mode, opener=core.sessions)
         core.sessions.sender = handover
-        await server.start(directory / SOCKET_NAME, mode)
-        handover.start()
+        try:
+            await server.start(directory / SOCKET_NAME, mode)
+            handover.start()
+        except (OSError, RuntimeError) as error:
+            await server.stop(0)
+            (directory / SOCKET_NAME).unlink(missing_ok=True)
+            msg = f"cannot listen in {directory}: {error}; name another --runtime-dir"
+            raise FailedPreconditionError(msg) from error
         await server.say_serving()
         # What was built to start lives as long as the daemon: no collection needs to look at it.
         gc.freeze()

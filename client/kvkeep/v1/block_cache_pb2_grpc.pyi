@@ -14,7 +14,8 @@ Common to all calls:
  * Every call should carry a deadline. The server ends a call at the deadline and answers with what it has
    where an answer can be partial (Acquire, Lookup, Await).
  * INVALID_ARGUMENT names the field, the value, what is allowed and the fix.
- * RESOURCE_EXHAUSTED carries `kvkeep-retry-after-ms` in the trailing metadata.
+ * RESOURCE_EXHAUSTED carries `kvkeep-retry-after-ms` in the trailing metadata; without it, it is gRPC's own refusal of
+   a message above limits.message_max, and trying again is no use.
  * Limits have names in the configuration (limits.*), and OpenNamespace returns those that a client needs.
 """
 

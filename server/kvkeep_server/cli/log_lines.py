@@ -17,8 +17,16 @@ def log_to_stderr(*, level: str, form: str) -> None:
         form: "text" or "json".
     """
     handler = logging.StreamHandler(sys.stderr)
+    handler.addFilter(_is_news)
     handler.setFormatter(JsonLines() if form == "json" else TextLines())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Not what gRPC says of a message that is no protobuf: whoever may connect could fill the log
+    with tracebacks, and the caller was told."""
+    kind = record.exc_info[0] if record.exc_info else None
+    return not (record.name.startswith("grpc") and kind and kind.__name__ == "DecodeError")
 
 
 class TextLines(logging.Formatter):

@@ -52,6 +52,9 @@ class Ownership:
             if status.st_uid != os.geteuid():
                 msg = f"{self._dir} belongs to uid {status.st_uid}; name another --runtime-dir"
                 raise FailedPreconditionError(msg)
+            if status.st_mode & stat.S_IWOTH:
+                msg = f"{self._dir} is writable by everybody; chmod o-w it, or give --runtime-dir"
+                raise FailedPreconditionError(msg)
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
             fd = os.open(self._dir / _LOCK_NAME, flags, 0o600)
         except OSError as error:
@@ -64,8 +67,13 @@ class Ownership:
             os.close(fd)
             msg = f"another daemon serves {self._dir} ({holder}); stop it, or give --runtime-dir"
             raise FailedPreconditionError(msg) from None
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"pid {os.getpid()}, server epoch {self._server_epoch}\n".encode(), 0)
+        try:
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, f"pid {os.getpid()}, server epoch {self._server_epoch}\n".encode(), 0)
+        except OSError as error:
+            os.close(fd)
+            msg = f"{self._dir}: {error.strerror}; make room, or name another --runtime-dir"
+            raise FailedPreconditionError(msg) from error
         self._fd = fd
 
     def clear_socket(self, path: Path, kind: socket.SocketKind) -> None:

@@ -13,6 +13,7 @@ from kvkeep_server.tiers.ram.tier import RamTier
 
 _PAGE_SIZE = 100
 _PAGE_SIZE_MAX = 1000
+_TOKEN_MAX = 10
 
 
 class AdminServicer(pb_grpc.AdminServicer):
@@ -96,20 +97,22 @@ class AdminServicer(pb_grpc.AdminServicer):
         self, request: pb.ListNamespacesRequest, _context: Context
     ) -> pb.ListNamespacesResponse:
         size = min(request.page_size or _PAGE_SIZE, _PAGE_SIZE_MAX)
-        if request.page_token and not request.page_token.isdecimal():
+        token = request.page_token
+        if token and not (token.isascii() and token.isdecimal() and len(token) <= _TOKEN_MAX):
             raise InvalidArgumentError(
                 "page_token",
                 request.page_token,
                 "next_page_token of the page before",
                 "begin without one",
             )
-        start = int(request.page_token or 0)
+        start = int(token or 0)
         known = list(self._service.namespaces)
+        page = known[start : start + size]
         more = start + size < len(known)
         return pb.ListNamespacesResponse(
             namespaces=[
-                convert.namespace_message(known_set, *self._service.held(known_set))
-                for known_set in known[start : start + size]
+                convert.namespace_message(known_set, *held)
+                for known_set, held in zip(page, self._service.held(page), strict=True)
             ],
             next_page_token=str(start + size) if more else "",
         )

@@ -33,7 +33,14 @@ from kvkeep_server.core.results import (
 )
 from kvkeep_server.index.layout import LAYOUT_VERSION
 from kvkeep_server.service.block_service import CommitOrder
-from kvkeep_server.service.namespaces import GroupSpec, NamespaceSet, NamespaceSpec, OpenedNamespace
+from kvkeep_server.service.namespaces import (
+    GROUPS_MAX,
+    SWITCHES_NBYTES_MAX,
+    GroupSpec,
+    NamespaceSet,
+    NamespaceSpec,
+    OpenedNamespace,
+)
 from kvkeep_server.service.sessions import Event
 from kvkeep_server.tiering.columns import BlockColumns
 from kvkeep_server.tiering.manager import Grant, Prefix
@@ -83,6 +90,8 @@ def spec_of(message: pb.NamespaceSpec) -> NamespaceSpec:
     Raises:
         InvalidArgumentError: An enum value that this release does not know.
     """
+    _few("spec.groups", len(message.groups), GROUPS_MAX)
+    _few("spec.layout_switches", len(message.layout_switches), SWITCHES_NBYTES_MAX // 2)
     return NamespaceSpec(
         tenant=message.tenant,
         model=message.model,
@@ -102,6 +111,13 @@ def spec_of(message: pb.NamespaceSpec) -> NamespaceSpec:
         layout_switches=tuple(message.layout_switches),
         namespace_epoch=message.namespace_epoch,
     )
+
+
+def _few(field: str, count: int, most: int) -> None:
+    """Refuses a long list before anything walks it: a message of 4 MiB holds millions of
+    entries."""
+    if count > most:
+        raise InvalidArgumentError(field, f"{count} entries", f"at most {most}", "give fewer")
 
 
 def _group_of(message: pb.GroupSpec) -> GroupSpec:
@@ -296,6 +312,7 @@ def order_of(request: pb.CommitRequest) -> CommitOrder:
         raise InvalidArgumentError(
             "ack_level", request.ack_level, "1 RAM, 2 NVME, 3 REMOTE", "use RAM"
         )
+    _few("groups", len(request.groups), GROUPS_MAX)
     return CommitOrder(
         set_index=request.set_index,
         rank=request.rank,

@@ -161,18 +161,19 @@ class BlockService:
         """Leases the usable prefix; returns it and the number of keys asked for."""
         opened = self._opened(session, set_index)
         spec_groups = opened.namespace_set.spec.groups
-        for group in groups:
+        wanted = set(groups) if len(groups) <= len(spec_groups) else {len(spec_groups)}
+        for group in wanted:
             if group >= len(spec_groups) or spec_groups[group].kind != GroupKind.FULL:
                 raise InvalidArgumentError(
                     "groups",
-                    group,
-                    f"indices of FULL groups, 0 to {len(spec_groups) - 1}",
+                    group if len(groups) <= len(spec_groups) else f"{len(groups)} indices",
+                    f"indices of FULL groups, 0 to {len(spec_groups) - 1}, each once",
                     "leave it empty for all",
                 )
         batch = self._keys(opened, keys)
         grant = self.manager.acquire(opened.spaces, batch, order)
         if groups:
-            columns = [(space, ids) for space, ids in grant.columns if space.group in groups]
+            columns = [(space, ids) for space, ids in grant.columns if space.group in wanted]
             grant = Grant(grant.prefix, grant.lease, grant.first, grant.leased, columns)
         return grant, len(batch)
 
@@ -355,17 +356,20 @@ class BlockService:
         """Commits that run now."""
         return len(self._running)
 
-    def held(self, namespace_set: NamespaceSet) -> tuple[int, int]:
-        """(blocks, payload bytes) of one namespace set, all ranks and groups."""
+    def held(self, namespace_sets: Sequence[NamespaceSet]) -> list[tuple[int, int]]:
+        """(blocks, payload bytes) of namespace sets, all ranks and groups of each."""
         columns = self.manager.residency.columns
-        ids = columns.in_use()
-        counts = np.bincount(columns.keyspace[ids], minlength=1)
-        blocks = nbytes = 0
-        for space in namespace_set.keyspaces.values():
-            count = int(counts[space.index]) if space.index < len(counts) else 0
-            blocks += count
-            nbytes += count * space.block_nbytes
-        return blocks, nbytes
+        spaces = [space for each in namespace_sets for space in each.keyspaces.values()]
+        most = max((space.index for space in spaces), default=0)
+        # One pass over all blocks, however many sets are asked for.
+        counts = np.bincount(columns.keyspace[columns.in_use()], minlength=most + 1).tolist()
+        return [
+            (
+                sum(counts[space.index] for space in each.keyspaces.values()),
+                sum(counts[space.index] * space.block_nbytes for space in each.keyspaces.values()),
+            )
+            for each in namespace_sets
+        ]
 
     def check(self) -> None:
         """Audits all state.

@@ -29,6 +29,8 @@ RANKS_MAX = 4096
 _GROUP_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _NEAR_FIELDS_MAX = 2
 _NEAR_SETS_MAX = 16
+# Of one tenant's sets the newest so many are compared: an open must not cost more with each before.
+_NEAR_LOOKED_AT_MAX = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +142,11 @@ class NamespaceSet:
     set_id: bytes
     keyspaces: dict[tuple[int, int], Keyspace] = field(default_factory=dict)
     siblings: list[Keyspace] = field(default_factory=list)
+    identity: dict[str, object] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """What others are compared with."""
+        self.identity = _identity(self.spec)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +185,7 @@ class Namespaces:
         self._block_nbytes_max = block_nbytes_max
         self._add_keyspace = add_keyspace
         self._sets: dict[bytes, NamespaceSet] = {}
+        self._of_tenant: dict[str, list[NamespaceSet]] = {}
         self._opened: list[OpenedNamespace] = []
         self._handles: dict[tuple[bytes, tuple[int, ...]], int] = {}
         self._keyspaces = 0
@@ -211,7 +219,10 @@ class Namespaces:
             if group.kind == GroupKind.FULL
         ]
         self._check_room(set_id, shards)
-        namespace_set = self._sets.setdefault(set_id, NamespaceSet(spec, set_id))
+        namespace_set = self._sets.get(set_id)
+        if namespace_set is None:
+            namespace_set = self._sets[set_id] = NamespaceSet(spec, set_id)
+            self._of_tenant.setdefault(spec.tenant, []).append(namespace_set)
         local = [self._keyspace(namespace_set, rank, group) for rank, group in shards]
         handle = len(self._opened)
         spaces = KeyspaceSet(handle, tuple(local), namespace_set.siblings)
@@ -235,10 +246,10 @@ class Namespaces:
         nearest first."""
         near = []
         wanted, set_id = _identity(spec), set_id_of(spec)
-        for other in self._sets.values():
-            if other.spec.tenant == spec.tenant and other.set_id != set_id:
-                theirs = _identity(other.spec)
-                differing = [f.name for f in fields(spec) if wanted[f.name] != theirs[f.name]]
+        for other in self._of_tenant.get(spec.tenant, [])[-_NEAR_LOOKED_AT_MAX:]:
+            if other.set_id != set_id:
+                theirs = other.identity
+                differing = [name for name, value in wanted.items() if value != theirs[name]]
                 if len(differing) <= _NEAR_FIELDS_MAX:
                     near.append((other.set_id, differing))
         near.sort(key=lambda found: len(found[1]))
@@ -422,11 +433,12 @@ def _check_kind(group: GroupSpec, where: str) -> None:
 def _checked_ranks(spec: NamespaceSpec, local_ranks: Sequence[int]) -> tuple[int, ...]:
     if not local_ranks:
         return tuple(range(spec.ranks))
-    ranks = tuple(local_ranks)
-    if len(set(ranks)) < len(ranks) or max(ranks) >= spec.ranks:
+    # Counted before anything walks them: a message may hold millions.
+    ranks = tuple(local_ranks) if len(local_ranks) <= spec.ranks else ()
+    if not ranks or len(set(ranks)) < len(ranks) or max(ranks) >= spec.ranks:
         raise InvalidArgumentError(
             "local_ranks",
-            list(ranks),
+            list(ranks) or f"{len(local_ranks)} ranks",
             f"different ranks from 0 to {spec.ranks - 1}"
             + (" (replicated: only 0)" if spec.replicated else ""),
             "give the flat ranks whose shards lie on this host, or none for all",

@@ -237,3 +237,20 @@ def test_the_lock_is_not_inherited_by_programs_that_are_started(tmp_path):
     owner.release()
     acquire(tmp_path).release()
     child.communicate(b"\n")
+
+
+def test_a_full_disk_is_one_sentence_and_holds_nothing(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("kvkeep_server.core.ownership.os.pwrite", full)
+        with pytest.raises(FailedPreconditionError, match="No space left on device; make room"):
+            Ownership(tmp_path, server_epoch=1).acquire()
+    acquire(tmp_path).release()
+
+
+def test_a_directory_that_everybody_may_write_is_refused(tmp_path):
+    tmp_path.chmod(0o777)
+    with pytest.raises(FailedPreconditionError, match="writable by everybody"):
+        Ownership(tmp_path, server_epoch=1).acquire()
