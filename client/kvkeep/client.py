@@ -6,6 +6,7 @@ import os
 import platform
 import threading
 import weakref
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -14,20 +15,28 @@ from kvkeep.forking import CHILD_MAY_USE_GRPC, REFUSAL
 from kvkeep.keeper import SessionKeeper
 from kvkeep.namespace import Namespace
 from kvkeep.session import FD_SOCKET_NAME, Session, SessionSettings
-from kvkeep.spec import invalid
+from kvkeep.spec import (
+    U64_MAX,
+    NamespaceSpec,
+    check_number,
+    check_seconds,
+    check_text,
+    invalid,
+    whole,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import TracebackType
     from typing import Self
 
-    from kvkeep.spec import NamespaceSpec
     from kvkeep.v1.admin_pb2 import StatsResponse
 
 # Reads without a lease rest on the order of stores; elsewhere `read_into` takes a lease.
 _ORDERED_MACHINES: Final = frozenset({"x86_64", "AMD64"})
 _SOCKET_PATH_NBYTES_MAX: Final = 107
 _CLIENT_NAME_NBYTES_MAX: Final = 256
+_FALLBACK_PARENT: Final = Path("/tmp")  # noqa: S108 - another user's directory is refused
 
 
 class Client:
@@ -75,11 +84,10 @@ class Client:
         Errors: InvalidArgumentError (names field, value, what is allowed, fix), UnavailableError,
         DeadlineError, NotSupportedError, ResourceExhaustedError.
         """
+        if not isinstance(spec, NamespaceSpec):
+            raise invalid("spec", spec, "a kvkeep.NamespaceSpec", "make one")
         spec.validate()
-        ranks = tuple(local_ranks or ())
-        if len(set(ranks)) < len(ranks) or any(not 0 <= rank < spec.ranks for rank in ranks):
-            fix = "give each rank whose shard lies on this host once"
-            raise invalid("local_ranks", ranks, f"different ranks from 0 to {spec.ranks - 1}", fix)
+        ranks = _checked_ranks(local_ranks, spec.ranks)
         namespace = Namespace(
             self._keeper,
             spec,
@@ -146,41 +154,66 @@ def connect(
     """Attach to the daemon of this host.
 
     `runtime_dir` is where its sockets are: None = $XDG_RUNTIME_DIR/kvkeep, or /tmp/kvkeep-<uid>
-    without that variable, as `kvkeep serve` has it. `client_name` is shown to operators, at most
+    without that variable, as `kvkeep serve` has it; the latter only if it is this user's and no
+    one else may write to it. `client_name` is shown to operators, at most
     256 bytes. `staging_nbytes` is the room for blocks on their way in, 0 = the daemon's default.
     `timeout_s` is the deadline of attaching, and of every call that names none.
 
-    A child that is forked afterwards attaches anew with its first call, if kvkeep was imported
-    before grpc (see kvkeep.forking); otherwise its calls raise UnavailableError.
+    A child that is forked afterwards attaches anew with its first call, if `kvkeep.client` was
+    imported (or this called) before anything imported grpc; `import kvkeep` alone does not count.
+    Otherwise its calls raise UnavailableError. See kvkeep.forking.
 
-    Errors: InvalidArgumentError, UnavailableError (no daemon, or it refused), DeadlineError.
+    Errors: InvalidArgumentError, UnavailableError (no daemon, it refused, or the directory is not
+    to be trusted), DeadlineError.
     """
     if _forked_in_vain:
         raise UnavailableError(REFUSAL)
-    directory = Path(runtime_dir) if runtime_dir is not None else _default_runtime_dir()
-    path = os.fsencode(directory / FD_SOCKET_NAME)
-    if len(path) > _SOCKET_PATH_NBYTES_MAX:
-        fix = f"a socket's path has at most {_SOCKET_PATH_NBYTES_MAX} bytes: use a shorter one"
-        raise invalid("runtime_dir", str(directory), "a shorter path", fix)
-    if len(client_name.encode()) > _CLIENT_NAME_NBYTES_MAX:
-        allowed = f"at most {_CLIENT_NAME_NBYTES_MAX} bytes"
-        raise invalid("client_name", client_name[:40], allowed, "shorten it")
+    check_text("client_name", client_name, required=False, nbytes_max=_CLIENT_NAME_NBYTES_MAX)
     settings = SessionSettings(
-        runtime_dir=directory,
+        runtime_dir=_checked_dir(_default_runtime_dir() if runtime_dir is None else runtime_dir),
         client_name=client_name,
-        staging_nbytes=staging_nbytes,
-        timeout_s=timeout_s,
+        staging_nbytes=check_number("staging_nbytes", staging_nbytes, 0, U64_MAX),
+        timeout_s=check_seconds("timeout_s", timeout_s, zero=False),
+        private_dir=runtime_dir is None and not _session_dir(),
     )
     client = Client(settings, machine=platform.machine())
     client.attach()
     return client
 
 
-def _default_runtime_dir() -> Path:
+def _session_dir() -> str:
+    """$XDG_RUNTIME_DIR, which the system made for this user; "" without one."""
     session = os.environ.get("XDG_RUNTIME_DIR", "")  # noqa: TID251 - where the default comes from
-    if session.startswith("/"):
-        return Path(session) / "kvkeep"
-    return Path(f"/tmp/kvkeep-{os.getuid()}")  # noqa: S108 - the daemon refuses another's directory
+    return session if session.startswith("/") else ""
+
+
+def _default_runtime_dir() -> Path:
+    session = _session_dir()
+    return Path(session) / "kvkeep" if session else _FALLBACK_PARENT / f"kvkeep-{os.getuid()}"
+
+
+def _checked_dir(runtime_dir: str | os.PathLike[str]) -> Path:
+    try:
+        directory = Path(runtime_dir)
+        path = os.fsencode(directory / FD_SOCKET_NAME)
+    except (TypeError, UnicodeEncodeError):
+        fix = "give a str or a Path"
+        raise invalid("runtime_dir", runtime_dir, "a path of the file system", fix) from None
+    if len(path) > _SOCKET_PATH_NBYTES_MAX or b"\0" in path:
+        fix = f"a socket's path has at most {_SOCKET_PATH_NBYTES_MAX} bytes: use a shorter one"
+        raise invalid("runtime_dir", str(directory), "a shorter path without NUL", fix)
+    return directory
+
+
+def _checked_ranks(local_ranks: Sequence[int] | None, count: int) -> tuple[int, ...]:
+    given: tuple[object, ...] = (None,)
+    with suppress(TypeError):
+        given = () if local_ranks is None else tuple(local_ranks)
+    ranks = tuple(rank for rank in map(whole, given) if rank is not None and 0 <= rank < count)
+    if len(set(ranks)) < len(given):
+        fix = "give each rank whose shard lies on this host once"
+        raise invalid("local_ranks", local_ranks, f"different ranks from 0 to {count - 1}", fix)
+    return ranks
 
 
 _clients: weakref.WeakSet[Client] = weakref.WeakSet()

@@ -29,28 +29,38 @@ Keys: TypeAlias = "bytes | bytearray | memoryview | Sequence[bytes] | PackedKeys
 def pack_keys(keys: Keys, key_nbytes: int) -> bytes | bytearray | memoryview:
     """The keys one after the other.
 
-    Errors: InvalidArgumentError when one has another length than `key_nbytes`.
+    Errors: InvalidArgumentError when one is no bytes or of another length than `key_nbytes`.
     """
     packed: bytes | bytearray | memoryview
-    if isinstance(keys, bytes | bytearray):
-        packed = keys
-    elif isinstance(keys, memoryview):
-        packed = keys.cast("B")
-    elif isinstance(keys, list | tuple):
-        lengths = set(map(len, keys))
-        if lengths - {key_nbytes}:
-            wrong = sorted(lengths - {key_nbytes})
-            fix = "give the whole chain hash of this namespace"
-            raise invalid("keys", f"keys of {wrong} bytes", f"{key_nbytes} bytes each", fix)
-        packed = b"".join(keys)
-    elif hasattr(keys, "pack"):
-        packed = keys.pack()
+    if isinstance(keys, list | tuple):
+        packed = _joined(keys, key_nbytes)
     else:
-        allowed = "packed bytes, a list of bytes, or what has pack()"
-        raise invalid("keys", type(keys).__name__, allowed, "convert it")
+        given: object = keys.pack() if hasattr(keys, "pack") else keys
+        if isinstance(given, bytes | bytearray):
+            packed = given
+        elif isinstance(given, memoryview) and given.c_contiguous:
+            packed = given.cast("B")
+        else:
+            allowed = "packed bytes, a list of bytes, or what has pack()"
+            raise invalid("keys", type(keys).__name__, allowed, "convert it")
     if len(packed) % key_nbytes:
         allowed = f"a multiple of key_nbytes = {key_nbytes}"
         raise invalid("keys", f"{len(packed)} bytes", allowed, "give whole keys")
+    return packed
+
+
+def _joined(keys: Sequence[bytes], key_nbytes: int) -> bytes:
+    try:
+        lengths = set(map(len, keys))
+        packed = b"".join(keys)
+    except TypeError:
+        kinds = ", ".join(sorted({type(key).__name__ for key in keys}))
+        allowed = f"bytes, {key_nbytes} each"
+        raise invalid("keys", f"a list of {kinds}", allowed, "give chain hashes") from None
+    if lengths - {key_nbytes}:
+        wrong = sorted(lengths - {key_nbytes})
+        fix = "give the whole chain hash of this namespace"
+        raise invalid("keys", f"keys of {wrong} bytes", f"{key_nbytes} bytes each", fix)
     return packed
 
 

@@ -19,7 +19,8 @@ _FORKABLE: Final = "poll"
 
 REFUSAL: Final = (
     "this process was forked from one that had gRPC loaded with a poller that no child may use: "
-    f"start it with the spawn method, import kvkeep before grpc, or set {_VARIABLE}={_FORKABLE}"
+    "start it with the spawn method, import kvkeep.client (or call kvkeep.connect) before anything "
+    f"imports grpc, or set {_VARIABLE}={_FORKABLE}"
 )
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from kvkeep.convert import milliseconds
 from kvkeep.copying import release_views, unchanged, view_blocks
 from kvkeep.errors import LeaseLostError
 from kvkeep.results import BlockStatus, MissReason, RenewStatus
-from kvkeep.spec import invalid
+from kvkeep.spec import check_seconds, invalid
 from kvkeep.v1.block_cache_pb2 import AcquireResponse, RenewRequest
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from kvkeep.opened import Opened
     from kvkeep.session import Session
     from kvkeep.shared_memory import Chunk
+
+_GIVEN_BACK: Final = "the lease was given back; acquire again"
 
 
 class _Column:
@@ -123,7 +126,8 @@ class Acquired:
         Errors: InvalidArgumentError (no such rank or group), LeaseLostError (given back).
         """
         if self.lease_id and not self._open:
-            raise LeaseLostError("the lease was given back; acquire again")
+            raise LeaseLostError(_GIVEN_BACK)
+        group = self._opened.checked_group(group)
         if not self.leased:
             return []
         nbytes = self._opened.block_nbytes[group]
@@ -149,15 +153,17 @@ class Acquired:
 
         An expired lease is renewed when every slot is unchanged.
 
-        Errors: LeaseLostError, UnavailableError, DeadlineError.
+        Errors: LeaseLostError (also after the release), UnavailableError, DeadlineError,
+        InvalidArgumentError.
         """
+        ttl_ms = 0 if ttl_s is None else milliseconds(check_seconds("ttl_s", ttl_s))
         if not self.lease_id:
             return
-        if not self._open or not self._opened.session.alive:
+        if not self._open:
+            raise LeaseLostError(_GIVEN_BACK)
+        if not self._opened.session.alive:
             raise LeaseLostError("the lease ended with its session; acquire again")
-        request = RenewRequest(
-            lease_ids=[self.lease_id], lease_ttl_ms=round(1000 * ttl_s) if ttl_s else 0
-        )
+        request = RenewRequest(lease_ids=[self.lease_id], lease_ttl_ms=ttl_ms)
         deadline_s = self._timeout_s if timeout_s is None else timeout_s
         response = self._opened.session.transport.renew(request, deadline_s)
         if response.status != bytes([RenewStatus.RENEWED]):
@@ -191,6 +197,7 @@ class Acquired:
 
     def _column(self, rank: int | None, group: int) -> _Column:
         rank = self._opened.rank_or_only(rank)
+        group = self._opened.checked_group(group)
         column = self._columns.get((rank, group))
         if column is None:
             held = sorted(self._columns)

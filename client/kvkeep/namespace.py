@@ -14,8 +14,8 @@ from kvkeep.leases import Acquired
 from kvkeep.opened import Opened
 from kvkeep.results import NOTHING_FOUND, AckLevel, CommitResult, CommitStatus, Lookup
 from kvkeep.shared_index import Words
-from kvkeep.spec import Hints, invalid
-from kvkeep.store import Store
+from kvkeep.spec import U64_MAX, Hints, check_number, check_seconds, invalid
+from kvkeep.store import Pipeline, Store
 from kvkeep.v1 import block_cache_pb2 as pb
 
 if TYPE_CHECKING:
@@ -128,13 +128,15 @@ class Namespace:
 
         What is found may leave at any time: act on it with `acquire` or `read_into`.
 
-        Errors: InvalidArgumentError (keys of another length).
+        Errors: InvalidArgumentError (keys that are none, or of another length).
         """
         key_nbytes = self.spec.key_nbytes
         words = Words(pack_keys(keys, key_nbytes), key_nbytes)
         opened = self._live()
-        if opened is None or not words.count:
+        if opened is None:
             return NOTHING_FOUND
+        if not words.count:
+            return Lookup(0, 0, opened.answers)
         found = opened.find(words)
         opened.session.touch_ring.append(
             opened.set_index,
@@ -159,21 +161,23 @@ class Namespace:
         """Lease the longest usable prefix of `keys`: use the answer as a context manager.
 
         `skip_blocks` leading blocks are touched, not leased. Leases of at most `byte_budget`
-        bytes of all ranks and groups are given, the rest is deferred. `ttl_s` None = the daemon's
-        default, which is also its limit. One RPC.
+        bytes of all ranks and groups are given, the rest is deferred; None or 0 = no such limit.
+        `ttl_s` None or 0 = the daemon's default, which is also its limit. One RPC.
 
         Errors: InvalidArgumentError, UnavailableError, DeadlineError, ResourceExhaustedError.
         """
         packed = pack_keys(keys, self.spec.key_nbytes)
         count = len(packed) // self.spec.key_nbytes
-        if not 0 <= skip_blocks <= count:
-            raise invalid("skip_blocks", skip_blocks, f"0 to {count}, the keys given", "give less")
+        skip_blocks = check_number("skip_blocks", skip_blocks, 0, count)
+        ttl_ms = milliseconds(check_seconds("ttl_s", 0 if ttl_s is None else ttl_s))
+        budget = 0 if byte_budget is None else check_number("byte_budget", byte_budget, 0, U64_MAX)
         opened = self._require()
+        opened.check_count(count)
         request = pb.AcquireRequest(
             set_index=opened.set_index,
             keys=bytes(packed),
-            lease_ttl_ms=milliseconds(ttl_s or 0),
-            byte_budget=byte_budget or 0,
+            lease_ttl_ms=ttl_ms,
+            byte_budget=budget,
             hints=hints_message(hints),
             skip_blocks=skip_blocks,
         )
@@ -317,26 +321,17 @@ class Namespace:
         sources = _sources(buffers, count, nbytes)
         step = self._piece_blocks(nbytes)
         edges = [*range(0, count, step), count]
-        status: list[CommitStatus] = []
-        under_way: Store | None = None
-        pending = None
-        for start, stop in pairwise(edges):
-            piece = packed[start * key_nbytes : stop * key_nbytes]
-            store = self.store(
-                piece,
-                parent_key=_parent(packed, start, key_nbytes) or parent_key,
-                rank=rank,
-                ack=ack,
-                hints=hints,
-            )
-            for position, view in zip(store.new, store.views, strict=True):
-                view[:] = sources[start + position]
-            if under_way is not None:
-                status += under_way.finish(pending).status
-            under_way, pending = store, store.begin()
-        if under_way is not None:
-            status += under_way.finish(pending).status
-        return _summed(status)
+        with Pipeline() as pipeline:
+            for start, stop in pairwise(edges):
+                store = self.store(
+                    packed[start * key_nbytes : stop * key_nbytes],
+                    parent_key=_parent(packed, start, key_nbytes) or parent_key,
+                    rank=rank,
+                    ack=ack,
+                    hints=hints,
+                )
+                pipeline.put(store, sources[start:stop])
+        return _summed(pipeline.status)
 
     def _piece_blocks(self, block_nbytes: int) -> int:
         """Two pieces are in the staging memory at a time."""

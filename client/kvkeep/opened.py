@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvkeep.shared_index import NOTHING, Rows
-from kvkeep.spec import GroupKind, invalid
+from kvkeep.spec import GroupKind, invalid, whole
 
 if TYPE_CHECKING:
     from kvkeep.session import Session
@@ -58,17 +58,26 @@ class Opened:
         """`rank`, or the only local one. Errors: InvalidArgumentError."""
         if rank is None and len(self.ranks) == 1:
             return self.ranks[0]
-        if rank is None or rank not in self._namespace_ids:
+        number = whole(rank)
+        if number is None or number not in self._namespace_ids:
             fix = "name the rank whose shard is meant"
             raise invalid("rank", rank, f"one of the local ranks {self.ranks}", fix)
-        return rank
+        return number
 
     def checked_group(self, group: int) -> int:
         """Errors: InvalidArgumentError."""
-        if group not in self.full_groups:
+        number = whole(group)
+        if number is None or number not in self.full_groups:
             fix = "name a FULL group: others are not served in this release"
             raise invalid("group", group, f"one of {self.full_groups}", fix)
-        return group
+        return number
+
+    def check_count(self, keys: int) -> None:
+        """Whether one call may have so many keys. Errors: InvalidArgumentError."""
+        limit = self.limits.keys_max
+        if limit and keys > limit:
+            allowed = f"at most {limit} keys a call, the daemon's limit"
+            raise invalid("keys", f"{keys} keys", allowed, "split the call")
 
     def find(self, words: Words) -> Found:
         """Leading keys that are stored for every local rank and FULL group.

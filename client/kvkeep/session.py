@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import stat
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -38,12 +40,14 @@ class SessionSettings:
         client_name: For operators, at most 256 bytes.
         staging_nbytes: 0 = the daemon's default.
         timeout_s: Of each step of attaching.
+        private_dir: `runtime_dir` lies where anyone may make it: it must be this user's alone.
     """
 
     runtime_dir: Path
     client_name: str
     staging_nbytes: int
     timeout_s: float
+    private_dir: bool = False
 
 
 class Session:
@@ -88,6 +92,8 @@ class Session:
             pid=os.getpid(),
         )
         try:
+            if settings.private_dir:
+                _check_private(settings.runtime_dir)
             welcome = self._socket.open(hello, settings.timeout_s)
             self._settle(welcome)
             self.transport = Transport(
@@ -212,3 +218,16 @@ class Session:
         """In a forked child: let go without a word, for the parent goes on using its session."""
         self.alive = False
         self._socket.close()
+
+
+def _check_private(directory: Path) -> None:
+    """Errors: UnavailableError. A directory that is not there is for connecting to tell."""
+    with suppress(FileNotFoundError):
+        found = os.lstat(directory)
+        own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+        if not own or found.st_mode & stat.S_IWOTH:
+            raise UnavailableError(
+                f"{directory} is not trusted: it is no directory of this user's (uid "
+                f"{os.geteuid()}), or anyone may write to it, so another could pose as the daemon. "
+                "Remove it, or give runtime_dir"
+            )

@@ -34,6 +34,14 @@ _MAP_FIXED: Final = 0x10
 _MAP_NORESERVE: Final = 0x4000
 _MAP_FAILED: Final = ctypes.c_void_p(-1).value
 
+_SEALS: Final = {
+    "SHRINK": fcntl.F_SEAL_SHRINK,
+    "GROW": fcntl.F_SEAL_GROW,
+    "SEAL": fcntl.F_SEAL_SEAL,
+}
+# Of what only the daemon writes. Not every Python's fcntl has a name for it.
+_READ_ONLY_SEALS: Final = {"FUTURE_WRITE": 0x10}
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (
@@ -53,13 +61,12 @@ def map_region(fd: int, nbytes: int, *, writable: bool = False) -> memoryview:
     The map begins at a multiple of 2 MiB, so that huge pages of the file are mapped as such, is
     populated, and stays out of core dumps. It is unmapped when the last view of it is gone.
 
-    Errors: RegionError (other size, not sealed against shrinking, or mmap fails).
+    Errors: RegionError (other size, a seal of the layout is missing, or mmap fails).
     """
     size = os.fstat(fd).st_size
     if size != nbytes or nbytes <= 0:
         raise RegionError(f"a region of {nbytes} bytes was announced, its file has {size}")
-    if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-        raise RegionError("a region is not sealed against shrinking, so reading it could fault")
+    _check_seals(fd, writable=writable)
     address = _map_aligned(fd, nbytes, mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
     _libc.madvise(address, nbytes, _MADV_DONTDUMP)
     owner = (ctypes.c_ubyte * nbytes).from_address(address)
@@ -67,6 +74,15 @@ def map_region(fd: int, nbytes: int, *, writable: bool = False) -> memoryview:
     weakref.finalize(owner, _libc.munmap, address, nbytes).atexit = False
     view = memoryview(owner).cast("B")
     return view if writable else view.toreadonly()
+
+
+def _check_seals(fd: int, *, writable: bool) -> None:
+    """The layout's seals must be among the file's: without them reading could fault or change."""
+    found = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    required = _SEALS if writable else {**_SEALS, **_READ_ONLY_SEALS}
+    missing = [name for name, seal in required.items() if not found & seal]
+    if missing:
+        raise RegionError(f"a region lacks the seals {', '.join(missing)}: it is not the daemon's")
 
 
 def _map_aligned(fd: int, nbytes: int, protection: int) -> int:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import operator
 import re
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, SupportsFloat
 
 from kvkeep.errors import InvalidArgumentError
 
@@ -18,7 +20,8 @@ KEY_NBYTES_MAX: Final = 64
 GROUPS_MAX: Final = 16
 SESSION_ID_NBYTES_MAX: Final = 64
 _U32_MAX: Final = 2**32 - 1
-_U64_MAX: Final = 2**64 - 1
+U64_MAX: Final = 2**64 - 1
+SECONDS_MAX: Final = _U32_MAX / 1000
 _GROUP_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
@@ -126,12 +129,17 @@ class Group:
     def validate(self) -> None:
         """Errors: InvalidArgumentError."""
         field = f"groups[{self.name!r}]"
-        if not _GROUP_NAME.fullmatch(self.name):
+        if not isinstance(self.name, str) or not _GROUP_NAME.fullmatch(self.name):
             allowed = "1 to 64 characters of [A-Za-z0-9_.-]"
             raise invalid("groups.name", self.name, allowed, "give the group a short plain name")
-        _check_number(f"{field}.tokens_per_block", self.tokens_per_block, 1, _U32_MAX)
-        _check_number(f"{field}.block_nbytes", self.block_nbytes, 1, _U64_MAX)
-        _check_number(f"{field}.window_tokens", self.window_tokens, 0, _U32_MAX)
+        check_number(f"{field}.tokens_per_block", self.tokens_per_block, 1, _U32_MAX)
+        check_number(f"{field}.block_nbytes", self.block_nbytes, 1, U64_MAX)
+        check_number(f"{field}.window_tokens", self.window_tokens, 0, _U32_MAX)
+        if not isinstance(self.kind, GroupKind):
+            raise invalid(f"{field}.kind", self.kind, "a GroupKind", _FIX_GROUP)
+        if not isinstance(self.state_mode, StateMode):
+            raise invalid(f"{field}.state_mode", self.state_mode, "a StateMode", _FIX_GROUP)
+        check_text(f"{field}.retention_class", self.retention_class, required=False)
         if (self.kind is GroupKind.WINDOW) != (self.window_tokens > 0):
             allowed = "above 0 for a WINDOW group, 0 for any other"
             raise invalid(f"{field}.window_tokens", self.window_tokens, allowed, _FIX_GROUP)
@@ -197,26 +205,28 @@ class NamespaceSpec:
 
     def validate(self) -> None:
         """What can be said without the daemon. Errors: InvalidArgumentError."""
-        _check_text("tenant", self.tenant, required=False)
+        check_text("tenant", self.tenant, required=False)
         for name in _REQUIRED_TEXTS:
-            _check_text(name, getattr(self, name), required=True)
+            check_text(name, getattr(self, name), required=True)
+        fix = "give one 'NAME=value' a switch"
+        _check_sequence("layout_switches", self.layout_switches, str, fix)
         for switch in self.layout_switches:
-            _check_text("layout_switches", switch, required=False)
-        if not KEY_NBYTES_MIN <= self.key_nbytes <= KEY_NBYTES_MAX:
+            check_text("layout_switches", switch, required=False)
+        key_nbytes = whole(self.key_nbytes)
+        if key_nbytes is None or not KEY_NBYTES_MIN <= key_nbytes <= KEY_NBYTES_MAX:
             allowed = f"{KEY_NBYTES_MIN} to {KEY_NBYTES_MAX}"
             fix = "use a chain hash of at least 128 bits"
             raise invalid("key_nbytes", self.key_nbytes, allowed, fix)
-        if len(self.hash_root) > KEY_NBYTES_MAX:
-            allowed = f"at most {KEY_NBYTES_MAX} bytes"
-            raise invalid(
-                "hash_root", f"{len(self.hash_root)} bytes", allowed, "give a digest of it"
-            )
+        _check_bytes("hash_root", self.hash_root, KEY_NBYTES_MAX)
+        if not isinstance(self.replicated, bool):
+            raise invalid("replicated", self.replicated, "True or False", "give a bool")
         for name in ("tp_size", "pp_size", "dp_size", "cp_size"):
-            _check_number(name, getattr(self, name), 1, _U32_MAX)
-        _check_number("namespace_epoch", self.namespace_epoch, 0, _U64_MAX)
+            check_number(name, getattr(self, name), 1, _U32_MAX)
+        check_number("namespace_epoch", self.namespace_epoch, 0, U64_MAX)
         self._validate_groups()
 
     def _validate_groups(self) -> None:
+        _check_sequence("groups", self.groups, Group, _FIX_GROUP)
         if not 1 <= len(self.groups) <= GROUPS_MAX:
             fix = "name one group for each attention kind"
             raise invalid("groups", f"{len(self.groups)} groups", f"1 to {GROUPS_MAX}", fix)
@@ -256,11 +266,14 @@ class Hints:
 
     def __post_init__(self) -> None:
         """Errors: InvalidArgumentError."""
-        _check_number("hints.output_tokens", self.output_tokens, 0, _U32_MAX)
-        _check_number("hints.engine_hit_tokens", self.engine_hit_tokens, 0, _U64_MAX)
-        if len(self.session_id) > SESSION_ID_NBYTES_MAX:
-            what, allowed = f"{len(self.session_id)} bytes", f"at most {SESSION_ID_NBYTES_MAX}"
-            raise invalid("hints.session_id", what, allowed, "give a digest of it")
+        check_number("hints.output_tokens", self.output_tokens, 0, _U32_MAX)
+        check_number("hints.engine_hit_tokens", self.engine_hit_tokens, 0, U64_MAX)
+        _check_bytes("hints.session_id", self.session_id, SESSION_ID_NBYTES_MAX)
+        check_number("hints.stop_reason", self.stop_reason, 0, max(StopReason))
+        if not isinstance(self.sub_agent, bool):
+            raise invalid("hints.sub_agent", self.sub_agent, "True or False", "give a bool")
+        check_seconds("hints.return_expected_s", self.return_expected_s)
+        check_seconds("hints.ttl_s", self.ttl_s)
 
     def touch_fields(self, *, blocks_read: bool) -> tuple[int, ...]:
         """The last seven fields of a touch record, from the hit tokens to the session."""
@@ -280,7 +293,10 @@ def invalid(field: str, value: object, allowed: str, fix: str) -> InvalidArgumen
     return InvalidArgumentError(f"{field} is {value!r}; allowed is {allowed}: {fix}")
 
 
-def _check_text(field: str, value: object, *, required: bool) -> None:
+def check_text(
+    field: str, value: object, *, required: bool, nbytes_max: int = STRING_NBYTES_MAX
+) -> None:
+    """Errors: InvalidArgumentError for what is no text, or longer than that in UTF-8."""
     if not isinstance(value, str):
         raise invalid(field, value, "text", "give a str")
     try:
@@ -291,11 +307,48 @@ def _check_text(field: str, value: object, *, required: bool) -> None:
     if required and not nbytes:
         fix = "name it, so that unlike bytes never mix"
         raise invalid(field, value, "not empty", fix)
-    if nbytes > STRING_NBYTES_MAX:
-        allowed = f"at most {STRING_NBYTES_MAX} bytes of UTF-8"
-        raise invalid(field, f"{value[:40]}... ({nbytes} bytes)", allowed, "give a digest of it")
+    if nbytes > nbytes_max:
+        allowed = f"at most {nbytes_max} bytes of UTF-8"
+        what = f"{value[:40]}... ({nbytes} bytes)"
+        raise invalid(field, what, allowed, "shorten it, or give a digest of it")
 
 
-def _check_number(field: str, value: object, low: int, high: int) -> None:
-    if not isinstance(value, int) or not low <= value <= high:
+def whole(value: object) -> int | None:
+    """An integer of any library as an int; None for anything else."""
+    try:
+        return operator.index(value)  # type: ignore[arg-type] # what is none is the question
+    except TypeError:
+        return None
+
+
+def check_number(field: str, value: object, low: int, high: int) -> int:
+    """`value` as an int. Errors: InvalidArgumentError unless it is whole and within the range."""
+    number = whole(value)
+    if number is None or not low <= number <= high:
         raise invalid(field, value, f"{low} to {high}", "give a whole number in that range")
+    return number
+
+
+def check_seconds(field: str, value: object, *, zero: bool = True) -> float:
+    """`value` as a float. Errors: InvalidArgumentError unless it fits u32 milliseconds."""
+    try:
+        seconds = float(value) if isinstance(value, SupportsFloat) else math.nan
+    except (ValueError, OverflowError):
+        seconds = math.nan
+    if not 0 <= seconds <= SECONDS_MAX or not (seconds or zero):
+        allowed = f"{'0' if zero else 'above 0'} to {SECONDS_MAX}"
+        raise invalid(field, value, allowed, "give a number of seconds in that range")
+    return seconds
+
+
+def _check_bytes(field: str, value: object, nbytes_max: int) -> None:
+    if not isinstance(value, bytes):
+        raise invalid(field, value, f"at most {nbytes_max} bytes", "give bytes")
+    if len(value) > nbytes_max:
+        allowed = f"at most {nbytes_max} bytes"
+        raise invalid(field, f"{len(value)} bytes", allowed, "give a digest of it")
+
+
+def _check_sequence(field: str, value: object, kind: type, fix: str) -> None:
+    if not isinstance(value, list | tuple) or not all(isinstance(one, kind) for one in value):
+        raise invalid(field, value, f"a list or tuple of {kind.__name__}", fix)

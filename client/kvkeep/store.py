@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from kvkeep.copying import release_views
@@ -19,7 +20,7 @@ from kvkeep.spec import invalid
 from kvkeep.v1.block_cache_pb2 import CommitRequest, CommitResponse, StagedGroup
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from types import TracebackType
     from typing import Self
 
@@ -230,3 +231,53 @@ class Store:
             self.abort()
         elif self.result is None:
             self.commit()
+
+
+class Pipeline:
+    """Stores in a row: each is filled while the one before is committed. A context manager.
+
+    However it is left, no staging memory stays with it: what was begun is waited for, at most for
+    its deadline, and what was not begun is aborted.
+
+    Attributes:
+        status: Of every block of the stores that were answered.
+    """
+
+    def __init__(self) -> None:
+        """Begins nothing."""
+        self.status: list[CommitStatus] = []
+        self._under_way: tuple[Store, PendingCommit | None] | None = None
+
+    def put(self, store: Store, blocks: Sequence[memoryview]) -> None:
+        """Fill `store`, of which `blocks` has one a key, and begin its commit after the last one's.
+
+        Errors: as `Store.commit`, of this store or the one before.
+        """
+        try:
+            for position, view in zip(store.new, store.views, strict=True):
+                view[:] = blocks[position]
+            self._finish()
+            self._under_way = store, store.begin()
+        except BaseException:
+            store.abort()
+            raise
+
+    def _finish(self) -> None:
+        if self._under_way is not None:
+            (store, pending), self._under_way = self._under_way, None
+            self.status += store.finish(pending).status
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self._finish()
+            return
+        with suppress(KVKeepError):  # the first error is the one to tell
+            self._finish()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import socket
 import subprocess
@@ -81,13 +82,39 @@ def test_a_daemon_without_grpc_is_unavailable(daemon):
     ("arguments", "match"),
     [
         ({"runtime_dir": "/" + "x" * 120}, "shorter"),
-        ({"runtime_dir": "/tmp", "client_name": "ä" * 129}, "client_name"),
+        ({"runtime_dir": 5}, "runtime_dir is 5"),
+        ({"runtime_dir": "/tmp/\0"}, "NUL"),
+        ({"runtime_dir": "/tmp/\ud800"}, "runtime_dir"),
+        ({"client_name": "ä" * 129}, "client_name"),
+        ({"client_name": "\ud800"}, "client_name"),
+        ({"client_name": b"x"}, "client_name"),
+        ({"staging_nbytes": -1}, "staging_nbytes is -1"),
+        ({"staging_nbytes": 1.5}, "staging_nbytes is 1.5"),
+        ({"staging_nbytes": 2**64}, "staging_nbytes"),
+        ({"timeout_s": -1}, "timeout_s is -1; allowed is above 0"),
+        ({"timeout_s": 0}, "timeout_s is 0"),
+        ({"timeout_s": math.nan}, "timeout_s is nan"),
+        ({"timeout_s": math.inf}, "timeout_s is inf"),
+        ({"timeout_s": "2"}, "timeout_s is '2'"),
     ],
-    ids=["path", "name"],
+    ids=repr,
 )
 def test_arguments_are_checked(arguments, match):
     with pytest.raises(kvkeep.InvalidArgumentError, match=match):
-        kvkeep.connect(**arguments)
+        kvkeep.connect(**{"runtime_dir": "/nowhere"} | arguments)
+
+
+@pytest.mark.parametrize(
+    "ranks", [["a"], [0, 0], [1.5], [2], [-1], 3, "01", [None], [[0]]], ids=repr
+)
+def test_local_ranks_are_checked(client, ranks):
+    with pytest.raises(kvkeep.InvalidArgumentError, match=r"local_ranks is .* 0 to 1"):
+        client.open_namespace(spec(tp_size=2), ranks)
+
+
+def test_a_specification_is_one(client):
+    with pytest.raises(kvkeep.InvalidArgumentError, match="NamespaceSpec"):
+        client.open_namespace({"model": "m"})
 
 
 def test_the_default_directory_is_the_users(monkeypatch, tmp_path):
@@ -96,6 +123,47 @@ def test_the_default_directory_is_the_users(monkeypatch, tmp_path):
         kvkeep.connect()
     monkeypatch.delenv("XDG_RUNTIME_DIR")
     assert str(_default_runtime_dir()) == f"/tmp/kvkeep-{os.getuid()}"
+
+
+@pytest.fixture
+def fallback(monkeypatch, directory):
+    """The directory that `connect` falls back to, not made yet."""
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.setattr("kvkeep.client._FALLBACK_PARENT", directory)
+    return directory / f"kvkeep-{os.getuid()}"
+
+
+def test_a_fallback_directory_of_ones_own_is_used(fallback):
+    with pytest.raises(kvkeep.UnavailableError, match="no daemon listens"):
+        kvkeep.connect()
+    fallback.mkdir(mode=0o700)
+    with FakeDaemon(fallback), kvkeep.connect() as client:
+        assert client.attached
+
+
+@pytest.mark.parametrize("kind", ["world-writable", "another user's", "a link", "a file"])
+def test_a_fallback_directory_that_another_may_have_made_is_refused(fallback, monkeypatch, kind):
+    elsewhere = fallback.parent / "elsewhere"
+    elsewhere.mkdir()
+    if kind == "a link":
+        fallback.symlink_to(elsewhere)
+    elif kind == "a file":
+        fallback.touch()
+    else:
+        fallback.mkdir(mode=0o700)
+    if kind == "world-writable":
+        fallback.chmod(0o777)
+    if kind == "another user's":
+        monkeypatch.setattr("os.geteuid", lambda: fallback.stat().st_uid + 1)
+    with pytest.raises(kvkeep.UnavailableError, match=r"not trusted.*runtime_dir"):
+        kvkeep.connect()
+
+
+def test_a_directory_that_the_caller_names_is_trusted(fallback):
+    fallback.mkdir()
+    fallback.chmod(0o777)
+    with FakeDaemon(fallback), kvkeep.connect(fallback) as client:
+        assert client.attached
 
 
 def test_nothing_is_left_open(daemon):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import grpc
 import numpy as np
 import pytest
@@ -111,6 +113,66 @@ def test_renewing(daemon, namespace, keys):
         daemon.leases.clear()
         with pytest.raises(kvkeep.LeaseLostError):
             acquired.renew()
+
+
+def test_a_short_renewal_is_a_millisecond_as_in_acquire(namespace, keys):
+    with namespace.acquire(keys, ttl_s=0.0001) as acquired:
+        assert acquired.ttl_s == 0.001
+        acquired.renew(ttl_s=0.0001)
+        assert acquired.ttl_s == 0.001
+
+
+@pytest.mark.parametrize("ttl_s", [-1, math.nan, math.inf, 1e12, "1"])
+def test_lives_of_leases_are_checked(daemon, namespace, keys, ttl_s):
+    with pytest.raises(kvkeep.InvalidArgumentError, match=r"ttl_s is .*; allowed is 0 to 4294967"):
+        namespace.acquire(keys, ttl_s=ttl_s)
+    acquired = namespace.acquire(keys)
+    with pytest.raises(kvkeep.InvalidArgumentError, match="ttl_s is"):
+        acquired.renew(ttl_s)
+    assert "Renew" not in daemon.calls
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *({"byte_budget": value} for value in (-1, 1.5, 2**64, "1")),
+        *({"skip_blocks": value} for value in (-1, 1.5, None)),
+    ],
+    ids=repr,
+)
+def test_numbers_of_an_acquire_are_checked(namespace, keys, arguments):
+    (field,) = arguments
+    with pytest.raises(kvkeep.InvalidArgumentError, match=f"{field} is .*; allowed is 0 to "):
+        namespace.acquire(keys, **arguments)
+
+
+@pytest.mark.parametrize("group", [99, -1, "a", 0.0, None, []])
+def test_groups_of_views_are_checked(namespace, keys, group):
+    for asked in (keys, chain(1, "unknown")):
+        with namespace.acquire(asked) as acquired:
+            with pytest.raises(
+                kvkeep.InvalidArgumentError, match=r"group is .*; allowed is one of"
+            ):
+                acquired.views(group=group)
+            with pytest.raises(kvkeep.InvalidArgumentError, match="group is"):
+                acquired.addresses(group=group)
+
+
+def test_more_keys_than_a_call_may_have_are_refused_here(daemon, namespace):
+    namespace._opened.limits.keys_max = 4
+    assert namespace.acquire(chain(4)).blocks == 0
+    calls = list(daemon.calls)
+    words = "keys is '5 keys'; allowed is at most 4 keys a call.*split the call"
+    with pytest.raises(kvkeep.InvalidArgumentError, match=words):
+        namespace.acquire(chain(5))
+    assert daemon.calls == calls
+
+
+def test_renewing_what_was_released_says_so(namespace, keys):
+    acquired = namespace.acquire(keys)
+    acquired.release()
+    with pytest.raises(kvkeep.LeaseLostError, match="given back"):
+        acquired.renew()
 
 
 def test_a_lease_ends_with_its_session_but_its_views_stay(daemon, namespace, keys):

@@ -38,7 +38,7 @@ def test_what_is_stored_is_found_and_read(daemon, namespace):
 
 def test_nothing_is_stored_yet(namespace):
     assert namespace.lookup(chain(3)) == (0, 0, True)
-    assert namespace.lookup(b"") == (0, 0, False)
+    assert namespace.lookup([]) == namespace.lookup(b"") == (0, 0, True)
     assert namespace.read_into(chain(3), bytearray(3 * BLOCK_NBYTES)) == 0
 
 
@@ -152,6 +152,47 @@ def test_any_number_of_blocks_is_stored_in_pieces(namespace, count):
     assert into == b"".join(contents(keys))
     again = namespace.store_blocks(keys, b"".join(contents(keys)))
     assert (again.stored, again.already_stored) == (0, count)
+
+
+@pytest.mark.parametrize("answered", [True, False])
+def test_pieces_that_fail_leave_no_staging_behind(daemon, client, answered):
+    """The first piece's commit fails while the second is filled: DeadlineError, or definitely."""
+    namespace = client.open_namespace(spec())
+    namespace._timeout_s = 0.2
+    staging = namespace._opened.session.staging
+    keys = chain(200)
+    if not answered:
+        gate = daemon.gates["Commit"] = threading.Event()
+        with pytest.raises(kvkeep.DeadlineError):
+            namespace.store_blocks(keys, contents(keys))
+        # What was not begun is back, what was begun waits for the daemon's word.
+        assert staging.free_nbytes >= daemon.staging_nbytes // 2
+        gate.set()
+    else:
+        daemon.fail_next("Commit", grpc.StatusCode.RESOURCE_EXHAUSTED)
+        with pytest.raises(kvkeep.ResourceExhaustedError):
+            namespace.store_blocks(keys, contents(keys))
+    wait_until(lambda: staging.free_nbytes == daemon.staging_nbytes, 10, "all comes back")
+    namespace._timeout_s = 10
+    assert namespace.store_blocks(keys, contents(keys)).refused == 0
+    assert namespace.lookup(keys).blocks == 200
+    assert staging.free_nbytes == daemon.staging_nbytes
+
+
+def test_a_piece_under_way_is_settled_when_the_next_finds_no_room(daemon, namespace):
+    namespace._timeout_s = 0.2
+    staging = namespace._opened.session.staging
+    keys = chain(100)
+    # Room for the first piece of 42 blocks, and not for the second while that is under way.
+    others = namespace.store(chain(43, "other"))
+    gate = daemon.gates["Commit"] = threading.Event()
+    with pytest.raises(kvkeep.ResourceExhaustedError):
+        namespace.store_blocks(keys, contents(keys))
+    gate.set()
+    others.abort()
+    wait_until(lambda: staging.free_nbytes == daemon.staging_nbytes, 10, "all comes back")
+    namespace._timeout_s = 10
+    assert namespace.store_blocks(keys, contents(keys)).refused == 0
 
 
 def test_blocks_to_store_must_fit_the_keys(namespace):

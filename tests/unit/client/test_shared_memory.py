@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 import struct
@@ -11,7 +12,7 @@ import pytest
 
 from kvkeep.shared_index import IndexTable
 from kvkeep.shared_memory import Chunk, RegionError, TouchRing, map_region
-from tests.fakes.regions import FakeChunk, FakeIndex, FakeRegion, FakeTouchRing
+from tests.fakes.regions import F_SEAL_FUTURE_WRITE, FakeChunk, FakeIndex, FakeRegion, FakeTouchRing
 from tests.unit.client.conftest import mapped
 
 MiB = 1 << 20
@@ -55,9 +56,33 @@ def test_another_size_than_announced_is_refused(announced):
     os.close(fd)
 
 
-def test_a_file_that_could_shrink_is_refused():
-    with pytest.raises(RegionError, match="shrinking"):
+def test_a_file_without_seals_is_refused():
+    with pytest.raises(RegionError, match="SHRINK, GROW, SEAL, FUTURE_WRITE"):
         mapping(FakeRegion(MiB, seal=False))
+
+
+SEALS = {
+    "SHRINK": fcntl.F_SEAL_SHRINK,
+    "GROW": fcntl.F_SEAL_GROW,
+    "SEAL": fcntl.F_SEAL_SEAL,
+    "FUTURE_WRITE": F_SEAL_FUTURE_WRITE,
+}
+
+
+@pytest.mark.parametrize("writable", [False, True])
+@pytest.mark.parametrize("missing", SEALS)
+def test_every_seal_of_the_layout_is_needed(missing, writable):
+    region = FakeRegion(MiB, client_writes=writable, seal=False)
+    unneeded = {missing, "FUTURE_WRITE"} if writable else {missing}
+    for name in SEALS.keys() - unneeded - {"SEAL"}:
+        fcntl.fcntl(region.fd, fcntl.F_ADD_SEALS, SEALS[name])
+    if missing != "SEAL":
+        fcntl.fcntl(region.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL)
+    if writable and missing == "FUTURE_WRITE":
+        mapping(region, writable=True)
+        return
+    with pytest.raises(RegionError, match=f"lacks the seals {missing}:"):
+        mapping(region, writable=writable)
 
 
 def test_the_map_lives_as_long_as_its_last_view():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import numpy as np
 import pytest
@@ -50,6 +51,16 @@ def test_a_plain_specification_is_valid():
         ({"groups": [KV] * 17}, ["17 groups"]),
         ({"groups": [KV, KV]}, ["groups.name", "differ"]),
         ({"layout_switches": ["x" * 1025]}, ["layout_switches"]),
+        ({"layout_switches": "A=1"}, ["layout_switches", "list or tuple of str"]),
+        ({"layout_switches": None}, ["layout_switches"]),
+        ({"hash_root": None}, ["hash_root", "None", "give bytes"]),
+        ({"hash_root": "00"}, ["hash_root", "give bytes"]),
+        ({"key_nbytes": "16"}, ["key_nbytes", "'16'", "16 to 64"]),
+        ({"key_nbytes": 16.5}, ["key_nbytes", "16.5"]),
+        ({"tp_size": "2"}, ["tp_size", "'2'"]),
+        ({"replicated": None}, ["replicated", "None"]),
+        ({"groups": None}, ["groups", "None"]),
+        ({"groups": ["kv"]}, ["groups", "list or tuple of Group"]),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
 )
@@ -71,6 +82,10 @@ def test_a_malformed_specification_is_refused(change, words):
         ({"kind": GroupKind.WINDOW}, ["window_tokens", "Group.window"]),
         ({"kind": GroupKind.STATE}, ["state_mode", "REPLAYABLE"]),
         ({"state_mode": StateMode.EXACT}, ["state_mode"]),
+        ({"name": None}, ["groups.name", "None"]),
+        ({"kind": 1}, ["groups['kv'].kind", "a GroupKind"]),
+        ({"state_mode": "EXACT"}, ["state_mode", "a StateMode"]),
+        ({"retention_class": None}, ["retention_class", "give a str"]),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
 )
@@ -190,3 +205,28 @@ def test_keys_come_packed_or_one_by_one(keys):
 def test_keys_of_another_length_are_refused(keys, match):
     with pytest.raises(kvkeep.InvalidArgumentError, match=match):
         pack_keys(keys, 16)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"stop_reason": value} for value in (5, -1, "TOOL_USE", None)),
+        *({"output_tokens": value} for value in (-1, 1.5, math.nan, 2**32, "3")),
+        *({"engine_hit_tokens": value} for value in (-1, 2**64, None)),
+        *({"sub_agent": value} for value in (None, "yes", 2)),
+        *({"session_id": value} for value in ("abc", None, bytes(65))),
+        *({"return_expected_s": value} for value in (-1, math.nan, math.inf, 1e12, "1", None)),
+        *({"ttl_s": value} for value in (-0.1, math.nan, -math.inf, 10**400, b"1")),
+    ],
+    ids=repr,
+)
+def test_malformed_hints_are_refused_when_made(change):
+    (field,) = change
+    with pytest.raises(kvkeep.InvalidArgumentError, match=f"hints.{field} is .*; allowed is .*: "):
+        Hints(**change)
+
+
+@pytest.mark.parametrize("keys", [[1, 2], ["x" * 32], [None], 5, "x" * 32, None], ids=repr)
+def test_keys_are_bytes(keys):
+    with pytest.raises(kvkeep.InvalidArgumentError, match=r"keys is .*; allowed is .*: "):
+        pack_keys(keys, 32)
