@@ -144,7 +144,8 @@ class FakeDaemon(pb_grpc.BlockCacheServicer):
 
     def end(self, session: FakeSession) -> None:
         """Hang up on one client."""
-        self.sessions.pop(session.token, None)
+        if self.sessions.pop(session.token, None) is None:
+            return  # the serving thread and stop() may meet here
         session.over = True
         with session.wake:
             session.wake.notify_all()

@@ -62,6 +62,7 @@ class PoolStats(google.protobuf.message.Message):
     PAYLOAD_NBYTES_FIELD_NUMBER: builtins.int
     LEASED_NBYTES_FIELD_NUMBER: builtins.int
     CHUNKS_FIELD_NUMBER: builtins.int
+    HUGE_CHUNKS_FIELD_NUMBER: builtins.int
     limit_nbytes: builtins.int
     chunk_nbytes: builtins.int
     """of all chunks now"""
@@ -73,6 +74,8 @@ class PoolStats(google.protobuf.message.Message):
     """what clients stored"""
     leased_nbytes: builtins.int
     chunks: builtins.int
+    huge_chunks: builtins.int
+    """of them, backed by huge pages as far as the kernel will; done behind the work"""
     def __init__(
         self,
         *,
@@ -83,8 +86,9 @@ class PoolStats(google.protobuf.message.Message):
         payload_nbytes: builtins.int = ...,
         leased_nbytes: builtins.int = ...,
         chunks: builtins.int = ...,
+        huge_chunks: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["chunk_nbytes", b"chunk_nbytes", "chunks", b"chunks", "leased_nbytes", b"leased_nbytes", "limit_nbytes", b"limit_nbytes", "payload_nbytes", b"payload_nbytes", "slot_nbytes_free", b"slot_nbytes_free", "slot_nbytes_used", b"slot_nbytes_used"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chunk_nbytes", b"chunk_nbytes", "chunks", b"chunks", "huge_chunks", b"huge_chunks", "leased_nbytes", b"leased_nbytes", "limit_nbytes", b"limit_nbytes", "payload_nbytes", b"payload_nbytes", "slot_nbytes_free", b"slot_nbytes_free", "slot_nbytes_used", b"slot_nbytes_used"]) -> None: ...
 
 Global___PoolStats: typing_extensions.TypeAlias = PoolStats
 

@@ -88,6 +88,21 @@ class GrownPool:
                 )
             self._pause.wait(0.02)
 
+    def wait_for_huge_pages(self) -> None:
+        """Returns when the daemon has made its huge pages, or does not get on with them.
+
+        They are made once, behind the work, and hold up who reads meanwhile: not what a daemon
+        does that has run for a minute.
+        """
+        made, deadline = -1, time.monotonic() + GROWTH_S
+        while time.monotonic() < deadline:
+            pool = self._client.stats().pool
+            if pool.huge_chunks == pool.chunks:
+                return
+            if pool.huge_chunks > made:
+                made, deadline = pool.huge_chunks, time.monotonic() + GROWTH_S
+            self._pause.wait(0.1)
+
     def _free_nbytes(self) -> int:
         pool = self._client.stats().pool
         return int(pool.chunk_nbytes - pool.slot_nbytes_used)

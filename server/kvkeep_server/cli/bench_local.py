@@ -146,10 +146,12 @@ class LocalBench:
             WrongBytesError: A call returned something else than what was stored.
         """
         self._prepare()
+        self._pool.wait_for_huge_pages()
         commits: list[Row] = []
         for name in SIZES:
             self._progress(f"commit and store, {name}")
             commits += self._commit_rows(name)
+        self._pool.wait_for_huge_pages()
         self._progress("reads")
         for name in SIZES:
             yield from self._read_rows(name)

@@ -79,6 +79,7 @@ class AdminServicer(pb_grpc.AdminServicer):
             payload_nbytes=self._service.manager.residency.payload_nbytes,
             leased_nbytes=self._service.manager.leases.leased_nbytes,
             chunks=stats.chunks,
+            huge_chunks=stats.huge_chunks,
         )
 
     def _index(self) -> pb.IndexStats:
