@@ -17,7 +17,9 @@ class KVKeepPeer:
 
     def open(self, plan: Plan) -> None:
         pool = plan.working_set_nbytes * 5 // 4 + 2 * plan.batch_nbytes
-        self.daemon = DaemonProcess(plan.directory, {"ram": {"size": f"{pool // MIB}MiB"}})
+        self.daemon = DaemonProcess(
+            plan.directory, {"ram": {"size": f"{pool // MIB}MiB", "chunk": "1GiB"}}
+        )
         self.daemon.start()
         # Room for the batches that a round stages before it commits the first of them.
         self.client = kvkeep.connect(str(plan.directory), staging_nbytes=1024 * MIB, timeout_s=30.0)
@@ -44,7 +46,9 @@ class KVKeepPeer:
 
     def stage(self, keys: list[bytes], sources: list[np.ndarray]) -> Any:
         self.staged_nbytes += sum(source.nbytes for source in sources)
-        self.pool.wait_for(self.staged_nbytes)
+        # The pool grows when less than half a chunk is free; a commit that meets a growth waits for
+        # it, which the median of a round does not see.
+        self.pool.wait_for(min(self.staged_nbytes, 256 * MIB))
         store = self.namespace.store(b"".join(keys))
         for view, source in zip(store.views, sources, strict=True):
             np.copyto(np.frombuffer(view, np.uint8), source)
