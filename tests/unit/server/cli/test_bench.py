@@ -94,7 +94,9 @@ class DictClient:
     pool_nbytes: int = 1 << 40
 
     def stats(self):
-        pool = SimpleNamespace(chunk_nbytes=self.pool_nbytes, slot_nbytes_used=0)
+        pool = SimpleNamespace(
+            chunk_nbytes=self.pool_nbytes, slot_nbytes_used=0, chunks=1, huge_chunks=1
+        )
         return SimpleNamespace(leases=0, pool=pool)
 
     def open_namespace(self, spec):
