@@ -144,10 +144,11 @@ class FakeDaemon(pb_grpc.BlockCacheServicer):
 
     def end(self, session: FakeSession) -> None:
         """Hang up on one client."""
-        if self.sessions.pop(session.token, None) is None:
-            return  # the serving thread and stop() may meet here
-        session.over = True
+        self.sessions.pop(session.token, None)
         with session.wake:
+            if session.over:
+                return  # the serving thread and stop() may meet here
+            session.over = True
             session.wake.notify_all()
         # Closing alone says nothing to the peer while another thread waits in recv().
         with contextlib.suppress(OSError):

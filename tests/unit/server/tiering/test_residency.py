@@ -250,4 +250,4 @@ def test_payload_is_counted_without_padding(core, residency, session):
     assert stats.padding_nbytes == stats.used_nbytes - residency.payload_nbytes
     residency.evict(1)
     assert residency.payload_nbytes == 2 * 6000
-    assert core.core.service.held(opened.namespace_set) == (4, 2 * 6000)
+    assert core.core.service.held([opened.namespace_set]) == [(4, 2 * 6000)]
