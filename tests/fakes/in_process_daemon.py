@@ -55,6 +55,7 @@ class FakeSession:
     events: deque[pb.AttachEvent] = field(default_factory=deque)
     wake: threading.Condition = field(default_factory=threading.Condition)
     over: bool = False
+    ended: bool = False
 
 
 @dataclass
@@ -146,9 +147,9 @@ class FakeDaemon(pb_grpc.BlockCacheServicer):
         """Hang up on one client."""
         self.sessions.pop(session.token, None)
         with session.wake:
-            if session.over:
+            if session.ended:
                 return  # the serving thread and stop() may meet here
-            session.over = True
+            session.ended = session.over = True
             session.wake.notify_all()
         # Closing alone says nothing to the peer while another thread waits in recv().
         with contextlib.suppress(OSError):
