@@ -53,7 +53,9 @@ class IndexTable:
         multipliers: The table's seed.
         server_epoch: Of this daemon.
         table_id: Counts from 1 in a server epoch.
-        dtype of `ids`: int32, dense block ids of the daemon, not visible to clients.
+
+    Attributes:
+        ids: Shape (rows,), dense block id of each row, -1 = none; the daemon's own, not shared.
     """
 
     def __init__(

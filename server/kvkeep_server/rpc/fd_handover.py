@@ -254,16 +254,13 @@ class FdHandover:
             self._drop(connection)  # EOF
             return
         del self._pending[connection]
-        try:
-            if flags & socket.MSG_TRUNC:
-                self._refuse(connection, f"a SideHello has at most {HELLO_NBYTES_MAX} bytes")
-                return
-        except BaseException:
-            connection.close()
-            raise
-        asyncio.get_running_loop().remove_reader(connection.sock)
+        if flags & socket.MSG_TRUNC:
+            self._refuse(connection, f"a SideHello has at most {HELLO_NBYTES_MAX} bytes")
+            return
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(connection.sock)
         connection.drop_timers()
-        task = asyncio.get_running_loop().create_task(self._open_or_close(connection, packet))
+        task = loop.create_task(self._open_or_close(connection, packet))
         self._opening.add(task)
         task.add_done_callback(self._opening.discard)
 
@@ -293,7 +290,6 @@ class FdHandover:
             return
         session_id = welcome.session_id
         self._sessions[session_id] = connection
-        connection.drop_timers()
         asyncio.get_running_loop().add_reader(connection.sock, self._after_hello, session_id)
         _log.info(
             "session opened",
