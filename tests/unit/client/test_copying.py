@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from typing import Self
 
 import numpy as np
@@ -200,14 +201,17 @@ def test_no_reuse_of_a_slot_goes_unnoticed():
     into = np.zeros(Refiller.nbytes // 8, np.uint64)
     refused = 0
     with Refiller(pool.fakes[0]) as refiller:
-        for number in range(20_000):
+        # By time and not by number: how often the writer gets in between is the scheduler's choice.
+        deadline, number = time.monotonic() + 30, 0
+        while refused <= 200 and time.monotonic() < deadline:
+            number += 1
             page = refiller.pages[number % 8]
             generation = int(refiller.fake.generations[page])
+            if number % 16 == 0:
+                time.sleep(0)
             place = [refiller.fake.address(page)], [generation]
             if pool.copy(*place, Refiller.nbytes, memoryview(into).cast("B")):
                 assert generation % 2 or (into == generation).all()
             else:
                 refused += 1
-            if refused > 200:
-                break
     assert refused
