@@ -122,7 +122,7 @@ class RamSettings:
         "huge_pages",
         Flag(),
         True,  # noqa: FBT003 - the value of a key, not a flag of the call
-        "Ask the kernel to back the pool with huge pages, as far as it has them.",
+        "Ask the kernel to back the pool and staging with huge pages, as far as it has them.",
     )
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from kvkeep_server.config import Settings
 from kvkeep_server.core.clock import Clock
 from kvkeep_server.core.errors import FailedPreconditionError
+from kvkeep_server.core.huge_pages import HugePages
 from kvkeep_server.core.memory_limit import MemoryLimit, read_memory_limit
 from kvkeep_server.core.ownership import Ownership
 from kvkeep_server.core.process import forbid_inspection, raise_descriptor_limit
@@ -26,7 +27,8 @@ from kvkeep_server.rpc.fd_handover import FdHandover
 from kvkeep_server.rpc.server import ClientLimits, Server
 from kvkeep_server.service.block_service import BlockService, ServiceLimits
 from kvkeep_server.service.namespaces import Namespaces
-from kvkeep_server.service.sessions import FdKind, FdOffer, Session, SessionLimits, Sessions
+from kvkeep_server.service.session_memory import FdKind, FdOffer, SessionMemory
+from kvkeep_server.service.sessions import Session, SessionLimits, Sessions
 from kvkeep_server.tiering.commits import Commits
 from kvkeep_server.tiering.leases import LeaseLimits, Leases
 from kvkeep_server.tiering.manager import TierManager
@@ -58,13 +60,14 @@ class Core:
     service: BlockService
     executor: ThreadPoolExecutor
     transfers: Transfers
+    huge_pages: HugePages
 
     def close(self) -> None:
         """Ends threads; gives the memory back."""
         for session in self.sessions:
             self.sessions.end(session.session_id, "daemon stops")
         self.residency.stop()
-        self.ram.close()
+        self.huge_pages.close()
         self.transfers.close()
         self.executor.shutdown()
 
@@ -90,7 +93,14 @@ def build_core(
         on_chunk=wiring.on_chunk,
     )
     pool.check_fits()
-    ram = RamTier(pool=pool, slab_nbytes=settings.ram.slab_nbytes, executor=executor, clock=clock)
+    huge_pages = HugePages(executor, wanted=settings.ram.huge_pages)
+    ram = RamTier(
+        pool=pool,
+        slab_nbytes=settings.ram.slab_nbytes,
+        executor=executor,
+        clock=clock,
+        huge_pages=huge_pages,
+    )
     residency = Residency(
         ram=ram,
         policy=eviction_policy(settings.ram.policy)(),
@@ -99,12 +109,17 @@ def build_core(
         settings=TableSettings(server_epoch, settings.index.rows_initial, settings.index.load_max),
     )
     leases = Leases(residency=residency, clock=clock, source=source, limits=_lease_limits(settings))
+    memory = SessionMemory(
+        touch_records=settings.sessions.touch_records,
+        offers=lambda: _offers(residency.table, pool.chunks.values()),
+        huge_pages=huge_pages,
+    )
     sessions = Sessions(
         limits=_session_limits(settings),
         clock=clock,
         source=source,
         server_epoch=server_epoch,
-        offers=lambda: _offers(residency.table, pool.chunks.values()),
+        memory=memory,
         on_end=lambda session: wiring.on_session_end(leases, session),
     )
     namespaces = Namespaces(
@@ -114,21 +129,18 @@ def build_core(
     )
     transfers = Transfers(threads=settings.limits.copy_threads)
     room = RoomMaker(ram=ram, residency=residency, publish_table=wiring.on_table)
+    admission = admission_policy(settings.ram.admission)()
+    commits = Commits(residency=residency, room=room, transfers=transfers, admission=admission)
     service = BlockService(
         limits=ServiceLimits(settings.limits.keys_max, settings.limits.commits_running_max),
         namespaces=namespaces,
         sessions=sessions,
         manager=TierManager(residency=residency, leases=leases),
-        commits=Commits(
-            residency=residency,
-            room=room,
-            transfers=transfers,
-            admission=admission_policy(settings.ram.admission)(),
-        ),
+        commits=commits,
         clock=clock,
     )
     wiring.sessions = sessions
-    return Core(ram, residency, leases, sessions, room, service, executor, transfers)
+    return Core(ram, residency, leases, sessions, room, service, executor, transfers, huge_pages)
 
 
 class _Wiring:
@@ -180,7 +192,6 @@ def _pool_settings(settings: Settings, server_epoch: int) -> PoolSettings:
         chunk_nbytes_max=settings.ram.chunk_nbytes,
         chunk_nbytes_min=settings.ram.slab_nbytes,
         server_epoch=server_epoch,
-        huge_pages=settings.ram.huge_pages,
     )
 
 
@@ -197,7 +208,6 @@ def _session_limits(settings: Settings) -> SessionLimits:
         staging_max_nbytes=sessions.staging_nbytes_max,
         staging_total_max_nbytes=sessions.staging_total_nbytes_max,
         sessions_max=sessions.sessions_max,
-        touch_records=sessions.touch_records,
     )
 
 

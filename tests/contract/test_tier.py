@@ -10,6 +10,7 @@ import pytest
 
 from kvkeep_server.core.clock import SystemClock
 from kvkeep_server.core.errors import InvalidArgumentError
+from kvkeep_server.core.huge_pages import HugePages
 from kvkeep_server.core.keys import KeyBatch
 from kvkeep_server.core.memory_limit import MemoryLimit
 from kvkeep_server.core.results import TierId
@@ -29,7 +30,13 @@ def ram_tier(executor) -> Tier:
         memory_limit=lambda: memory,
         on_chunk=lambda _: None,
     )
-    tier = RamTier(pool=pool, slab_nbytes=MIB, executor=executor, clock=SystemClock())
+    tier = RamTier(
+        pool=pool,
+        slab_nbytes=MIB,
+        executor=executor,
+        clock=SystemClock(),
+        huge_pages=HugePages(executor, wanted=False),
+    )
 
     async def grow():
         while await tier.grow():

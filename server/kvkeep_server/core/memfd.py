@@ -140,6 +140,7 @@ class Memfd:
     offset: int
     huge: bool
     _client_fd: int
+    _range: AddressRange | None
 
     def client_fd(self) -> int:
         """A new descriptor to hand to a client: read-only where only the daemon writes.
@@ -151,6 +152,18 @@ class Memfd:
         """
         return os.dup(self._client_fd)
 
+    def collapse(self, start: int, nbytes: int) -> bool:
+        """Makes huge pages of a part of the file, best effort; whether the kernel did.
+
+        False when it is closed. Whoever uses the memory meanwhile is held up for no longer than one
+        page takes, in this process and in others. Blocks, 0.25 to 3 s a GiB, by how fragmented the
+        host's memory is: use a thread.
+        """
+        view, target = self.buffer, self._range  # the map stays while the kernel works on it
+        if target is None or start >= len(view):
+            return False
+        return _collapse(target, self.offset + start, min(nbytes, len(view) - start))
+
     def close(self) -> None:
         """Closes the descriptor and forgets the map, which goes with its last view. Idempotent."""
         if self.fd >= 0:
@@ -158,6 +171,7 @@ class Memfd:
             os.close(self._client_fd)
             self.fd = -1
             self.buffer = memoryview(b"")
+            self._range = None
 
 
 def create_sealed(
@@ -203,7 +217,7 @@ def create_sealed(
         raise
     try:
         _seal(fd, future_write_seal=future_write_seal)
-        collapsed = huge and collapse(target, offset, nbytes)
+        collapsed = huge and _collapse(target, offset, nbytes)
         if touch:
             _populate(target, offset, nbytes)
         client_fd = _reopen_read_only(fd) if future_write_seal else os.dup(fd)
@@ -211,7 +225,8 @@ def create_sealed(
         target.unmap(offset, nbytes)
         os.close(fd)
         raise
-    return Memfd(fd, nbytes, target.view[offset : offset + nbytes], offset, collapsed, client_fd)
+    buffer = target.view[offset : offset + nbytes]
+    return Memfd(fd, nbytes, buffer, offset, collapsed, client_fd, target)
 
 
 def _reopen_read_only(fd: int) -> int:
@@ -226,13 +241,8 @@ def _seal(fd: int, *, future_write_seal: bool) -> None:
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
 
 
-def collapse(target: AddressRange, offset: int, nbytes: int) -> bool:
-    """Makes huge pages of a mapped part, best effort; whether the kernel did.
-
-    The end that does not fill one stays as it is. Whoever uses the memory meanwhile is held up for
-    no longer than one page takes, in this process and in others. Blocks: 0.25 to 3 s a GiB, by how
-    fragmented the host's memory is.
-    """
+def _collapse(target: AddressRange, offset: int, nbytes: int) -> bool:
+    """See `Memfd.collapse`. The end that does not fill a huge page stays as it is."""
     whole = nbytes // HUGE_PAGE_NBYTES * HUGE_PAGE_NBYTES
     if not whole:
         return False

@@ -21,7 +21,8 @@ from google.protobuf.message import DecodeError
 from kvkeep.v1 import block_cache_pb2
 from kvkeep_server.core.errors import KVKeepError
 from kvkeep_server.index.layout import LAYOUT_VERSION
-from kvkeep_server.service.sessions import FdOffer, HelloFacts, Welcome
+from kvkeep_server.service.session_memory import FdOffer
+from kvkeep_server.service.sessions import HelloFacts, Welcome
 
 HELLO_NBYTES_MAX = 4096
 FDS_A_PACKET_MAX = 64

@@ -6,13 +6,10 @@ when the copies that run from it are done.
 """
 
 import asyncio
-import os
 import random
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass, field
-from enum import IntEnum
 from typing import Protocol
 
 from kvkeep_server.core.clock import Clock
@@ -22,36 +19,15 @@ from kvkeep_server.core.errors import (
     ResourceExhaustedError,
     SessionUnknownError,
 )
-from kvkeep_server.core.memfd import Memfd, create_sealed
+from kvkeep_server.core.memfd import Memfd
 from kvkeep_server.index.layout import LAYOUT_VERSION
+from kvkeep_server.service.session_memory import FdOffer, SessionMemory, close_offers
 from kvkeep_server.service.touch_ring import TouchRing
 
 TOKEN_NBYTES = 32
 CLIENT_NAME_NBYTES_MAX = 256
 _EVENTS_QUEUED_MAX = 4096
-# 600 MiB of staging take 0.2 s to allocate, 0.4 s when it is touched too, 0.7 to 1.1 s in huge
-# pages; a client that attaches waits for 2 s by default.
-_HUGE_NBYTES_MAX = 64 * 1024 * 1024
 _PAGE_NBYTES = 4096
-
-
-class FdKind(IntEnum):
-    """What a descriptor is; numbers as in `block_cache.proto`."""
-
-    INDEX = 1
-    STAGING = 2
-    TOUCH_RING = 3
-    CHUNK = 4
-
-
-@dataclass(frozen=True, slots=True)
-class FdOffer:
-    """A descriptor for a client. The receiver of the offer sends and closes it."""
-
-    kind: FdKind
-    id: int
-    nbytes: int
-    fd: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +124,6 @@ class SessionLimits:
     staging_max_nbytes: int
     staging_total_max_nbytes: int
     sessions_max: int
-    touch_records: int
 
 
 class Sessions:
@@ -159,7 +134,7 @@ class Sessions:
         clock: For silence.
         source: Draws tokens; must be unguessable in production (`random.SystemRandom`).
         server_epoch: Of this daemon.
-        offers: The index table and the chunks of now, as descriptors.
+        memory: Makes what a session maps.
         on_end: Gives back what tiering holds for a session.
     """
 
@@ -170,7 +145,7 @@ class Sessions:
         clock: Clock,
         source: random.Random,
         server_epoch: int,
-        offers: Callable[[], list[FdOffer]],
+        memory: SessionMemory,
         on_end: Callable[[Session], None],
     ) -> None:
         """See the class."""
@@ -178,7 +153,7 @@ class Sessions:
         self._clock = clock
         self._source = source
         self._server_epoch = server_epoch
-        self._offers = offers
+        self._memory = memory
         self._on_end = on_end
         self._by_token: dict[bytes, Session] = {}
         self._by_id: dict[int, Session] = {}
@@ -204,8 +179,6 @@ class Sessions:
     async def open(self, facts: HelloFacts) -> Welcome:
         """Begins a session for a client that said hello on the fd socket.
 
-        Its memory is made in a thread: 1 GiB takes 0.5 s.
-
         Raises:
             FailedPreconditionError: No common layout version.
             InvalidArgumentError: Staging too large, name too long.
@@ -216,12 +189,7 @@ class Sessions:
         self._opening += 1
         self._staging_nbytes += nbytes
         try:
-            staging, ring = await asyncio.to_thread(self._make_memory, nbytes)
-            with ExitStack() as undo:
-                undo.callback(staging.close)
-                undo.callback(ring.close)
-                fds = self._make_offers(staging, ring)
-                undo.pop_all()
+            staging, ring, fds = await self._memory.make(nbytes)
         except BaseException:
             self._staging_nbytes -= nbytes
             raise
@@ -239,38 +207,6 @@ class Sessions:
         self._by_id[session.session_id] = session
         self._by_token[session.token] = session
         return Welcome(session.session_id, session.token, self._server_epoch, fds)
-
-    def _make_memory(self, nbytes: int) -> tuple[Memfd, TouchRing]:
-        """A session's memory, mapped and warm: both or none."""
-        try:
-            staging = create_sealed(
-                "kvkeep-staging",
-                nbytes,
-                future_write_seal=False,
-                huge=nbytes <= _HUGE_NBYTES_MAX,
-                touch=True,
-            )
-            try:
-                return staging, TouchRing(records=self.limits.touch_records)
-            except BaseException:
-                staging.close()
-                raise
-        except OSError as error:
-            raise _no_memory(nbytes, error) from error
-
-    def _make_offers(self, staging: Memfd, ring: TouchRing) -> list[FdOffer]:
-        """The descriptors that a client gets: all or none."""
-        fds: list[FdOffer] = []
-        with ExitStack() as undo:
-            undo.callback(_close_offers, fds)
-            try:
-                fds.append(FdOffer(FdKind.STAGING, 0, staging.nbytes, staging.client_fd()))
-                fds.append(FdOffer(FdKind.TOUCH_RING, 0, ring.memfd.nbytes, ring.memfd.client_fd()))
-                fds += self._offers()
-            except OSError as error:
-                raise _no_memory(staging.nbytes, error) from error
-            undo.pop_all()
-        return fds
 
     def _checked_staging(self, facts: HelloFacts) -> int:
         if LAYOUT_VERSION not in facts.layout_versions:
@@ -395,7 +331,7 @@ class Sessions:
         if fds and self.sender is not None:
             self.sender.send(session.session_id, session.sequence, fds)
         elif fds:
-            _close_offers(fds)
+            close_offers(fds)
         if len(session.events) >= _EVENTS_QUEUED_MAX:
             self.end(session.session_id, "does not take its events")
             return
@@ -414,13 +350,3 @@ class Sessions:
                 self.end(session.session_id, f"no descriptors for it: {error.strerror}")
                 continue
             self.tell(session, name, values, fds)
-
-
-def _no_memory(nbytes: int, error: OSError) -> ResourceExhaustedError:
-    msg = f"no memory or descriptors for {nbytes} bytes of staging ({error}); try again"
-    return ResourceExhaustedError(msg, retry_after_s=1.0)
-
-
-def _close_offers(fds: list[FdOffer]) -> None:
-    for offer in fds:
-        os.close(offer.fd)

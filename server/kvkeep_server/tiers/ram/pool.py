@@ -19,7 +19,6 @@ from kvkeep_server.core.memfd import (
     PAGE_NBYTES,
     AddressRange,
     Memfd,
-    collapse,
     create_sealed,
     round_up,
 )
@@ -56,14 +55,12 @@ class PoolSettings:
         chunk_nbytes_max: Of one chunk.
         chunk_nbytes_min: A remainder below this is left unused.
         server_epoch: Written into every chunk.
-        huge_pages: Try to collapse chunks into huge pages, once they are in use.
     """
 
     limit_nbytes: int
     chunk_nbytes_max: int
     chunk_nbytes_min: int
     server_epoch: int
-    huge_pages: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,14 +195,6 @@ class Pool:
         self.chunks[chunk.chunk_id] = chunk
         self.nbytes += chunk.nbytes
         self._on_chunk(chunk)
-
-    def collapse(self, chunk: Chunk, start: int, nbytes: int) -> bool:
-        """Makes huge pages of a part of an adopted chunk, while it is in use; whether it worked.
-
-        Blocks: use a thread.
-        """
-        assert self._range is not None
-        return collapse(self._range, chunk.memfd.offset + start, min(nbytes, chunk.nbytes - start))
 
     def close(self) -> None:
         """Closes the descriptors. The memory goes when the last view of it does."""

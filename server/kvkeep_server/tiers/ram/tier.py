@@ -1,7 +1,6 @@
 """The ram tier: reserve, fill, commit over the pool's slots; grows by chunks until the limit."""
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -13,16 +12,15 @@ from numpy.typing import NDArray
 
 from kvkeep_server.core.clock import Clock
 from kvkeep_server.core.errors import InvalidArgumentError, PoolExhaustedError
+from kvkeep_server.core.huge_pages import HugePages
 from kvkeep_server.core.memfd import PAGE_NBYTES
 from kvkeep_server.core.results import TierId
 from kvkeep_server.tiers.base import Blocks, Presence, ReadStatus, RemoveStatus, WriteStatus
-from kvkeep_server.tiers.ram.pool import Chunk, Pool, data_page_of
+from kvkeep_server.tiers.ram.pool import Pool, data_page_of
 from kvkeep_server.tiers.ram.slabs import SlabAllocator
 
 Addresses = NDArray[np.uint64]
 _ONE = np.uint64(1)
-# A thread of the executor is taken for so long at a time: 8 to 100 ms.
-_COLLAPSED_AT_ONCE_NBYTES = 32 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,17 +133,25 @@ class RamTier:
         slab_nbytes: Size of a slab, which is also the largest block.
         executor: Runs the copies of `read` and `write`, and the allocation of chunks.
         clock: For the pause after a refused growth.
+        huge_pages: Collapses chunks once they are in use.
     """
 
-    def __init__(self, *, pool: Pool, slab_nbytes: int, executor: Executor, clock: Clock) -> None:
+    def __init__(
+        self,
+        *,
+        pool: Pool,
+        slab_nbytes: int,
+        executor: Executor,
+        clock: Clock,
+        huge_pages: HugePages,
+    ) -> None:
         """See the class."""
         self.pool = pool
         self.slabs = SlabAllocator(slab_nbytes=slab_nbytes, on_recut=pool.retire_pages)
         self._executor = executor
         self._clock = clock
         self._growing: asyncio.Task[bool] | None = None
-        self._to_collapse: deque[Chunk] = deque()
-        self._collapsing: asyncio.Task[None] | None = None
+        self._huge_pages = huge_pages
         self._growth_refused = ""
         self._grow_after_s = float("-inf")
 
@@ -232,7 +238,8 @@ class RamTier:
     async def _grow(self) -> bool:
         try:
             loop = asyncio.get_running_loop()
-            chunk = await loop.run_in_executor(self._executor, self.pool.make_chunk)
+            with self._huge_pages.held():
+                chunk = await loop.run_in_executor(self._executor, self.pool.make_chunk)
         except PoolExhaustedError as error:
             self._growth_refused = str(error)
             self._grow_after_s = self._clock.monotonic_s() + error.retry_after_s
@@ -242,40 +249,13 @@ class RamTier:
             self.pool.adopt(chunk)
             pages = chunk.nbytes // PAGE_NBYTES - chunk.data_page
             self.slabs.add_chunk(chunk.chunk_id, chunk.data_page, pages)
-            if self.pool.settings.huge_pages:
-                self._to_collapse.append(chunk)
-                if self._collapsing is None:
-                    self._collapsing = asyncio.create_task(self._collapse())
+            self._huge_pages.make(chunk.memfd, self._count_huge)
             return True
         finally:
             self._growing = None
 
-    async def _collapse(self) -> None:
-        """Makes huge pages of new chunks behind the work: a chunk must not wait for them, since
-        that takes up to 3 s a GiB where memory is fragmented."""
-        loop = asyncio.get_running_loop()
-        try:
-            while self._to_collapse:
-                chunk = self._to_collapse.popleft()
-                for start in range(0, chunk.nbytes, _COLLAPSED_AT_ONCE_NBYTES):
-                    part = (chunk, start, _COLLAPSED_AT_ONCE_NBYTES)
-                    began_s = loop.time()
-                    if not await loop.run_in_executor(self._executor, self.pool.collapse, *part):
-                        break
-                    # Half of one core at most, and nothing while the pool waits to grow.
-                    await asyncio.sleep(loop.time() - began_s)
-                    if self._growing is not None:
-                        await asyncio.wait([self._growing])
-                else:
-                    self.pool.huge_chunks += 1
-        finally:
-            self._collapsing = None
-
-    def close(self) -> None:
-        """Ends what goes on behind the work."""
-        self._to_collapse.clear()
-        if self._collapsing is not None:
-            self._collapsing.cancel()
+    def _count_huge(self) -> None:
+        self.pool.huge_chunks += 1
 
     # --- the rest of the Tier protocol ------------------------------------------------------------
 

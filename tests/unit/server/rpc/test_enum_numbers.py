@@ -4,7 +4,7 @@ import pytest
 
 from kvkeep.v1 import admin_pb2, block_cache_pb2
 from kvkeep_server.core import results
-from kvkeep_server.service.sessions import FdKind
+from kvkeep_server.service.session_memory import FdKind
 
 PAIRS = [
     (results.TierId, block_cache_pb2.TierId, "TIER_ID_"),

@@ -12,7 +12,8 @@ from kvkeep.v1 import block_cache_pb2
 from kvkeep_server.core.errors import FailedPreconditionError
 from kvkeep_server.rpc import fd_handover
 from kvkeep_server.rpc.fd_handover import FdHandover, HandoverLimits
-from kvkeep_server.service.sessions import FdKind, FdOffer, Welcome
+from kvkeep_server.service.session_memory import FdKind, FdOffer
+from kvkeep_server.service.sessions import Welcome
 
 TOKEN = bytes(range(32))
 DEADLINE_S = 10.0

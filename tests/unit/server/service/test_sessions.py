@@ -4,6 +4,7 @@ import asyncio
 import gc
 import os
 import random
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -13,8 +14,11 @@ from kvkeep_server.core.errors import (
     ResourceExhaustedError,
     SessionUnknownError,
 )
+from kvkeep_server.core.huge_pages import HugePages
+from kvkeep_server.service import session_memory
 from kvkeep_server.service import sessions as sessions_module
-from kvkeep_server.service.sessions import FdKind, FdOffer, SessionLimits, Sessions
+from kvkeep_server.service.session_memory import FdKind, FdOffer, SessionMemory
+from kvkeep_server.service.sessions import SessionLimits, Sessions
 from tests.fakes.core_harness import FakeClock, close_offers, hello
 
 PAGE = 4096
@@ -24,7 +28,6 @@ LIMITS = SessionLimits(
     staging_max_nbytes=64 * PAGE,
     staging_total_max_nbytes=100 * PAGE,
     sessions_max=4,
-    touch_records=64,
 )
 
 
@@ -67,18 +70,28 @@ def table():
 
 
 @pytest.fixture
+def executor():
+    with ThreadPoolExecutor(1) as executor:
+        yield executor
+
+
+@pytest.fixture
 def ended():
     return []
 
 
 @pytest.fixture
-def sessions(clock, table, ended):
+def sessions(clock, table, ended, executor):
     sessions = Sessions(
         limits=LIMITS,
         clock=clock,
         source=random.Random(1),
         server_epoch=9,
-        offers=table.offers,
+        memory=SessionMemory(
+            touch_records=64,
+            offers=table.offers,
+            huge_pages=HugePages(executor, wanted=True),
+        ),
         on_end=ended.append,
     )
     yield sessions
@@ -198,19 +211,19 @@ def test_a_hello_that_fails_half_way_leaves_nothing(sessions, table, monkeypatch
     if failing == "offers":
         table.error = OSError(24, "Too many open files")
     elif failing == "ring":
-        monkeypatch.setattr(sessions_module, "TouchRing", _raise)
+        monkeypatch.setattr(session_memory, "TouchRing", _raise)
     elif failing == "staging":
-        monkeypatch.setattr(sessions_module, "create_sealed", _raise)
+        monkeypatch.setattr(session_memory, "create_sealed", _raise)
     else:
         calls = 1 if failing == "staging fd" else 2
-        real = sessions_module.Memfd.client_fd
+        real = session_memory.Memfd.client_fd
 
         def client_fd(memfd):
             nonlocal calls
             calls -= 1
             return _raise() if calls == 0 else real(memfd)
 
-        monkeypatch.setattr(sessions_module.Memfd, "client_fd", client_fd)
+        monkeypatch.setattr(session_memory.Memfd, "client_fd", client_fd)
     before = open_fds()
     with pytest.raises(ResourceExhaustedError, match="Too many open files") as refusal:
         asyncio.run(sessions.open(hello(PAGE)))

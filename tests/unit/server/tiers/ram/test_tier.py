@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kvkeep_server.core.errors import InvalidArgumentError
+from kvkeep_server.core.huge_pages import HugePages
 from kvkeep_server.core.memory_limit import MemoryLimit
 from kvkeep_server.tiers.ram.pool import Pool, PoolSettings
 from kvkeep_server.tiers.ram.tier import RamTier
@@ -56,7 +57,10 @@ def tier(clock, memory, told):
         settings=PoolSettings(8 * MIB, 2 * MIB, MIB, 1), memory_limit=memory, on_chunk=told.append
     )
     with ThreadPoolExecutor(1) as executor:
-        tier = RamTier(pool=pool, slab_nbytes=MIB, executor=executor, clock=clock)
+        huge_pages = HugePages(executor, wanted=True)
+        tier = RamTier(
+            pool=pool, slab_nbytes=MIB, executor=executor, clock=clock, huge_pages=huge_pages
+        )
         yield tier
         tier.check()
         pool.close()
