@@ -111,12 +111,12 @@ class IndexTable:
         """Publishes one of `layout.STATE_*`."""
         self._state[0] = state
 
-    def find(self, tags: U64, checks: U64) -> tuple[I64, NDArray[np.bool_]]:
+    def find(self, tags: U64, checks: U64) -> tuple[I64, NDArray[np.bool_] | None]:
         """Rows of these fingerprints.
 
         Returns:
             rows, -1 where the tag is absent; and where a tag is present with another check (a
-            collision, whose row is given too).
+            collision, whose row is given too), None = all tags are absent.
         """
         buckets = self.geometry.buckets
         bucket = home_buckets(tags, buckets)
@@ -128,6 +128,8 @@ class IndexTable:
             found, more = self._probe(tags[pending], (bucket[pending] + step) % buckets)
             rows[pending] = found
             pending = pending[more]
+        if rows.max(initial=-1) < 0:
+            return rows, None
         collides = self._check[rows] != checks
         collides &= rows >= 0
         return rows, collides
@@ -281,6 +283,6 @@ class IndexTable:
         assert not (self._version & np.uint32(1)).any(), "a version is odd at rest"
         rows = np.flatnonzero(live)
         found, collides = self.find(self._tag[rows], self._check[rows])
-        assert not collides.any(), "two rows of one tag"
+        assert collides is None or not collides.any(), "two rows of one tag"
         assert (found == rows).all(), "a live row is out of reach"
         assert ((self.ids >= 0) == live).all(), "ids of live rows, and of no others"

@@ -35,6 +35,7 @@ from kvkeep_server.tiers.ram.tier import Reservation
 
 I64 = NDArray[np.int64]
 U8 = NDArray[np.uint8]
+Found = tuple[I64, NDArray[np.uint64], NDArray[np.uint64], NDArray[np.bool_] | None]
 _UNSPECIFIED = np.uint8(CommitStatus.UNSPECIFIED)
 _ALREADY_STORED = np.uint8(CommitStatus.ALREADY_STORED)
 
@@ -118,7 +119,10 @@ class _Plan:
 
     def settle_repetitions(self) -> None:
         """A key that came before in the batch is there if that one is."""
-        repeated = np.flatnonzero(self.first != np.arange(len(self.first)))
+        own = np.arange(len(self.first))
+        if np.array_equal(self.first, own):
+            return
+        repeated = np.flatnonzero(self.first != own)
         status = self.status[self.first[repeated]]
         status[status == CommitStatus.STORED] = CommitStatus.ALREADY_STORED
         self.status[repeated] = status
@@ -220,31 +224,50 @@ class Commits:
 
     def _sort(self, batch: CommitBatch) -> _Plan:
         """Splits the keys into those to store and those with an answer already."""
-        count, lead = len(batch.keys), len(batch.parent_key)
-        # The parent is looked up in the same batch: a look-up of one key costs nearly that of 64.
-        words = np.concatenate([batch.parent_key.words, batch.keys.words])
-        asked = KeyBatch(words, batch.keys.key_nbytes)
-        there = np.ones(count, bool)
-        collides = np.zeros(count, bool)
-        first = own = np.arange(count)
-        chain = np.empty(0, np.int64)
-        marks: list[Marks] = []
-        for group in reversed(batch.groups):
-            chain, tags, checks, collided = self._residency.find_or_collide(group.keyspace, asked)
-            marks.insert(0, Marks(self._residency.table, tags[lead:], checks[lead:]))
-            there &= chain[lead:] >= 0
-            collides |= collided[lead:]
-            first, clashes = _first_places(batch.keys, tags[lead:])
-            collides |= clashes
-        status = np.where(there, _ALREADY_STORED, _UNSPECIFIED)
-        todo = np.flatnonzero(~there & (first == own))
-        plan = _Plan(batch, status, todo, self._parents(todo, chain, lead), first, marks)
-        refused = np.flatnonzero(collides[todo])
-        if len(refused):
-            plan.refuse_from(int(refused[0]), CommitStatus.REFUSED_COLLISION)
+        lead = len(batch.parent_key)
+        asked = batch.keys
+        if lead:
+            # Looked up in the same batch: a look-up of one key costs nearly that of 64.
+            words = np.concatenate([batch.parent_key.words, batch.keys.words])
+            asked = KeyBatch(words, batch.keys.key_nbytes)
+        found = [self._residency.find_or_collide(group.keyspace, asked) for group in batch.groups]
+        table = self._residency.table
+        marks = [Marks(table, tags[lead:], checks[lead:]) for _, tags, checks, _ in found]
+        places = _places(batch, marks)
+        chain = found[0][0]
+        if places is None and all(_is_new(ids, collided, lead) for ids, _, _, collided in found):
+            own = np.arange(len(batch.keys))
+            status = np.zeros(len(own), np.uint8)
+            plan = _Plan(batch, status, own, self._parents(own, chain, lead), own, marks)
+        else:
+            plan = self._sort_mixed(batch, found, marks, places)
         orphans = np.flatnonzero(plan.parents == _PARENT_MISSING)
         if len(orphans):
             plan.refuse_from(int(orphans[0]), CommitStatus.REFUSED_ORPHAN)
+        return plan
+
+    def _sort_mixed(
+        self,
+        batch: CommitBatch,
+        found: Sequence[Found],
+        marks: list[Marks],
+        places: tuple[I64, NDArray[np.bool_]] | None,
+    ) -> _Plan:
+        """`_sort` where some keys are there, collide or come twice."""
+        count, lead = len(batch.keys), len(batch.parent_key)
+        first, collides = places or (np.arange(count), np.zeros(count, bool))
+        there = np.ones(count, bool)
+        for ids, _, _, collided in found:
+            there &= ids[lead:] >= 0
+            if collided is not None:
+                collides |= collided[lead:]
+        status = np.where(there, _ALREADY_STORED, _UNSPECIFIED)
+        todo = np.flatnonzero(~there & (first == np.arange(count)))
+        parents = self._parents(todo, found[0][0], lead)
+        plan = _Plan(batch, status, todo, parents, first, marks)
+        refused = np.flatnonzero(collides[todo])
+        if len(refused):
+            plan.refuse_from(int(refused[0]), CommitStatus.REFUSED_COLLISION)
         return plan
 
     def _parents(self, todo: I64, chain: I64, lead: int) -> I64:
@@ -256,10 +279,9 @@ class Commits:
             lead: 1 if a parent was named, else 0.
         """
         parents = np.full(len(todo), PARENT_BEFORE, np.int64)
-        previous = np.empty(len(todo), np.int64)
-        previous[:1] = -2
-        previous[1:] = todo[:-1]
-        for i in np.flatnonzero(previous != todo - 1).tolist():
+        # Where the position before is not to do: the first one always, others after a gap.
+        starts = [0, *(np.flatnonzero(todo[1:] != todo[:-1] + 1) + 1).tolist()]
+        for i in starts if len(todo) else ():
             before = int(todo[i]) + lead - 1
             if before < 0:
                 parents[i] = PARENT_NONE
@@ -346,16 +368,27 @@ class Commits:
 _PARENT_MISSING = -3
 
 
-def _first_places(keys: KeyBatch, tags: NDArray[np.uint64]) -> tuple[I64, NDArray[np.bool_]]:
+def _is_new(ids: I64, collided: NDArray[np.bool_] | None, lead: int) -> bool:
+    """Whether none of the keys behind the parent is there or collides."""
+    if collided is None:
+        return True
+    return bool(ids[lead:].max(initial=-1) < 0) and not collided.any()
+
+
+def _places(batch: CommitBatch, marks: Sequence[Marks]) -> tuple[I64, NDArray[np.bool_]] | None:
     """The position at which each key comes first in the batch, and where another key before it has
-    the same tag."""
-    own = np.arange(len(tags))
-    ordered = np.sort(tags)
-    if not (ordered[1:] == ordered[:-1]).any():
-        return own, np.zeros(len(tags), bool)
-    _, first, group = np.unique(tags, return_index=True, return_inverse=True)
-    clashes = (keys.words != keys.words[first[group]]).any(axis=1)
-    return np.where(clashes, own, first[group]), clashes
+    the same tag in any group; None = no tag comes twice."""
+    places, clashes = None, np.zeros(len(batch.keys), bool)
+    words = batch.keys.words
+    for mark in marks:
+        ordered = np.sort(mark.tags)
+        if (ordered[1:] == ordered[:-1]).any():
+            _, first, group = np.unique(mark.tags, return_index=True, return_inverse=True)
+            differs = (words != words[first[group]]).any(axis=1)
+            clashes |= differs
+            if places is None:
+                places = np.where(differs, np.arange(len(words)), first[group])
+    return None if places is None else (places, clashes)
 
 
 def _single(keys: KeyBatch) -> list[bytes]:

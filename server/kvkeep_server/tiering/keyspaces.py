@@ -43,14 +43,12 @@ class Keyspace:
 
     def checksum(self, key: bytes, payload: memoryview) -> int:
         """xxh3-64 of the payload, bound to (namespace, group, key, length)."""
-        return xxhash.xxh3_64_intdigest(payload, self._seed_of(key))
+        return xxhash.xxh3_64_intdigest(payload, self.seeds([key])[0])
 
-    def hasher(self, key: bytes) -> xxhash.xxh3_64:
-        """`checksum` for payloads that come in pieces: its `intdigest` after all `update`s."""
-        return xxhash.xxh3_64(seed=self._seed_of(key))
-
-    def _seed_of(self, key: bytes) -> int:
-        return xxhash.xxh3_64_intdigest(key, self.checksum_seed)
+    def seeds(self, keys: Sequence[bytes]) -> list[int]:
+        """Seeds of xxh3-64 that bind a checksum to each of the keys."""
+        digest, seed = xxhash.xxh3_64_intdigest, self.checksum_seed
+        return [digest(key, seed) for key in keys]
 
 
 @dataclass(frozen=True, slots=True)

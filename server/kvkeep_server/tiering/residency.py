@@ -113,18 +113,19 @@ class Residency:
 
     def find_or_collide(
         self, keyspace: Keyspace, keys: KeyBatch
-    ) -> tuple[I64, U64, U64, NDArray[np.bool_]]:
-        """Ids (-1: absent), tags, checks, and where another key holds the tag."""
+    ) -> tuple[I64, U64, U64, NDArray[np.bool_] | None]:
+        """Ids (-1: absent), tags, checks, and where another key holds the tag; None there = all
+        are absent."""
         tags, checks = self.fingerprints(keyspace, keys)
         ids, collides = self._identify(keyspace, keys, tags, checks)
         return ids, tags, checks, collides
 
     def _identify(
         self, keyspace: Keyspace, keys: KeyBatch, tags: U64, checks: U64
-    ) -> tuple[I64, NDArray[np.bool_]]:
+    ) -> tuple[I64, NDArray[np.bool_] | None]:
         rows, collides = self.table.find(tags, checks)
-        if rows.max(initial=-1) < 0:
-            return rows, collides
+        if collides is None:
+            return rows, None
         ids = self.table.ids[rows].astype(np.int64)
         absent = rows < 0
         if absent.any():

@@ -95,7 +95,7 @@ class RoomMaker:
     def _fits(self, sizes: Sequence[int], count: int) -> bool:
         """Whether `count` slots of each size are free, all at once."""
         if len(sizes) == 1:
-            return self._ram.slabs.room(sizes[0]) >= count
+            return self._ram.slabs.has_room(sizes[0], count)
         with contextlib.ExitStack() as tried:
             got = [tried.enter_context(self._ram.reserve(nbytes, count)) for nbytes in sizes]
             return all(len(slots.addresses) == count for slots in got)
@@ -111,7 +111,8 @@ class RoomMaker:
         of that size live on in every slab, a slab is taken or blocks of this size have to go.
         """
         evicted = 0
-        while (short := count - self._ram.slabs.room(nbytes)) > 0:
+        while not self._ram.slabs.has_room(nbytes, count):
+            short = count - self._ram.slabs.room(nbytes)
             if evicted < 2 * count + _BATCH_MIN:
                 named = self._residency.evict(max(short, _BATCH_MIN) if evicted else short)
                 evicted += named

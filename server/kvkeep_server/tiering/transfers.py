@@ -51,21 +51,24 @@ class CopyIn:
 
 def copy_blocks(job: CopyIn, start: int, stop: int) -> list[int]:
     """Copies blocks start to stop and returns the bound checksums of the copies."""
-    nbytes = job.keyspace.block_nbytes
+    nbytes, whole, digest = job.keyspace.block_nbytes, job.source, xxhash.xxh3_64_intdigest
+    seeds = job.keyspace.seeds(job.keys[start:stop])
     checksums = []
-    for i in range(start, stop):
-        offset, target = job.offsets[i], job.targets[i]
-        source = job.source[offset : offset + nbytes]
+    for offset, target, seed in zip(
+        job.offsets[start:stop], job.targets[start:stop], seeds, strict=True
+    ):
+        source = whole[offset : offset + nbytes]
         if nbytes < _KEEP_GIL_NBYTES:
             target[:] = source
-            checksums.append(job.keyspace.checksum(job.keys[i], target))
+            checksums.append(digest(target, seed))
         else:
-            checksums.append(_copy_large(source, target, job.keyspace.hasher(job.keys[i])))
+            checksums.append(_copy_large(source, target, seed))
     return checksums
 
 
-def _copy_large(source: memoryview, target: memoryview, hasher: xxhash.xxh3_64) -> int:
+def _copy_large(source: memoryview, target: memoryview, seed: int) -> int:
     """Copies in pieces that are still in the core's cache when their checksum is taken."""
+    hasher = xxhash.xxh3_64(seed=seed)
     taken, put = np.frombuffer(source, np.uint8), np.frombuffer(target, np.uint8)
     for start in range(0, len(taken), _PIECE_NBYTES):
         stop = start + _PIECE_NBYTES

@@ -126,6 +126,11 @@ class SlabAllocator:
         cut = self._slot_pages > 0
         return int((self._pages[cut] % self._slot_pages[cut]).sum()) * PAGE_NBYTES
 
+    def has_room(self, nbytes: int, count: int) -> bool:
+        """Whether `room` is at least `count`; nearly free when the slots are cut already."""
+        stack = self._stacks.get(slot_pages_of(nbytes))
+        return (stack is not None and stack.top >= count) or self.room(nbytes) >= count
+
     def room(self, nbytes: int) -> int:
         """How many blocks of this size `allocate` would find room for now."""
         slot_pages = slot_pages_of(nbytes)

@@ -47,7 +47,8 @@ def insert(table: IndexTable, tags: list[int], first_id: int = 0) -> np.ndarray:
 
 def find(table: IndexTable, tags: list[int]) -> list[int]:
     rows, collides = table.find(u64(*tags), u64(*tags) ^ u64(7))
-    assert not collides.any()
+    assert collides is None or not collides.any()
+    assert (collides is None) == (rows < 0).all()
     return rows.tolist()
 
 

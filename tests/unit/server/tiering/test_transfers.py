@@ -3,8 +3,10 @@
 import asyncio
 import random
 import threading
+from types import SimpleNamespace
 
 import pytest
+import xxhash
 
 from kvkeep_server.core.results import GroupKind
 from kvkeep_server.tiering import transfers as transfers_module
@@ -57,35 +59,32 @@ def test_bytes_and_checksums_are_those_of_the_blocks(
 
 
 @pytest.mark.parametrize("nbytes", [890, 300 * 1024, 2 << 20])
-def test_the_checksum_is_that_of_the_copy(nbytes):
+def test_the_checksum_is_that_of_the_copy(nbytes, monkeypatch):
     """B007: a client that writes while the copy runs changes what is stored, never whether the
     checksum fits."""
-
-    class Meddling:
-        """A keyspace whose client writes into staging between copy and checksum."""
-
-        block_nbytes = nbytes
-
-        def checksum(self, key, payload):
-            work.source[:] = b"\xff" * len(work.source)
-            return keyspace(nbytes).checksum(key, payload)
-
-        def hasher(self, key):
-            real = keyspace(nbytes).hasher(key)
-
-            class Hasher:
-                intdigest = real.intdigest
-
-                def update(self, piece):
-                    work.source[:] = b"\xff" * len(work.source)
-                    real.update(piece)
-
-            return Hasher()
-
     work = job(nbytes, 1)
     before = bytes(work.source)
-    meddled = CopyIn(Meddling(), work.keys, work.source, work.offsets, work.targets)
-    (checksum,) = copy_blocks(meddled, 0, 1)
+
+    def meddle():
+        work.source[:] = b"\xff" * len(work.source)
+
+    def intdigest(payload, seed):
+        meddle()
+        return xxhash.xxh3_64_intdigest(payload, seed)
+
+    class Hasher:
+        def __init__(self, seed):
+            self._real = xxhash.xxh3_64(seed=seed)
+            self.intdigest = self._real.intdigest
+
+        def update(self, piece):
+            meddle()
+            self._real.update(piece)
+
+    meddling = SimpleNamespace(xxh3_64_intdigest=intdigest, xxh3_64=Hasher)
+    monkeypatch.setattr(transfers_module, "xxhash", meddling)
+    (checksum,) = copy_blocks(work, 0, 1)
+    assert work.source == b"\xff" * len(work.source)
     assert checksum == keyspace(nbytes).checksum(work.keys[0], work.targets[0])
     assert bytes(work.targets[0][:890]) == before[:890]
 
