@@ -124,7 +124,7 @@ class Namespace:
         return opened
 
     def lookup(self, keys: Keys, *, hints: Hints | None = None) -> Lookup:
-        """The longest prefix of `keys` that is stored here. No RPC, no lease.
+        """The longest prefix of `keys` that is stored here. No call, no lease.
 
         What is found may leave at any time: act on it with `acquire` or `read_into`.
 
@@ -162,7 +162,7 @@ class Namespace:
 
         `skip_blocks` leading blocks are touched, not leased. Leases of at most `byte_budget`
         bytes of all ranks and groups are given, the rest is deferred; None or 0 = no such limit.
-        `ttl_s` None or 0 = the daemon's default, which is also its limit. One RPC.
+        `ttl_s` None or 0 = the daemon's default, which is also its limit. One call.
 
         Errors: InvalidArgumentError, UnavailableError, DeadlineError, ResourceExhaustedError.
         """
@@ -197,7 +197,7 @@ class Namespace:
 
         `buffers` is one contiguous writable buffer of len(keys) * block_nbytes bytes, or a list
         of one buffer of block_nbytes bytes a key. Beyond the blocks counted their content is
-        undefined. `rank` may be left out when one rank is local. No RPC and no lease on x86-64;
+        undefined. `rank` may be left out when one rank is local. No call and no lease on x86-64;
         elsewhere one `acquire`. For callers that can compute at once what is missing.
 
         Errors: InvalidArgumentError. Everything else means fewer blocks.

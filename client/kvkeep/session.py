@@ -1,4 +1,4 @@
-"""One attached life with one daemon: the fd socket, what it brought mapped, and the RPC channel."""
+"""One attached life with one daemon: the fd socket, what it brought mapped, and its calls."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from kvkeep.call_socket import CallSocket
 from kvkeep.errors import SessionLostError, UnavailableError
 from kvkeep.fd_socket import Delivery, FdSocket, close_all
 from kvkeep.shared_index import IndexTable
@@ -60,7 +61,7 @@ class Session:
         chunks: By chunk id. Replaced, never changed; empty after the end.
         staging: This session's; None after the end.
         touch_ring: This session's.
-        transport: For RPCs.
+        transport: For calls.
     """
 
     server_epoch: int
@@ -76,6 +77,7 @@ class Session:
         self._settings = settings
         self._tables: list[IndexTable] = []
         self._socket = FdSocket(settings.runtime_dir / FD_SOCKET_NAME)
+        self._calls: CallSocket | None = None
         self._attach: AttachStream | None = None
         self._chunk_added = threading.Condition()
 
@@ -99,6 +101,7 @@ class Session:
             self.transport = Transport(
                 socket_path=settings.runtime_dir / SOCKET_NAME,
                 session_token=welcome[0].packet.session_token,
+                calls=self._require_calls(),
             )
             self._attach = AttachStream(
                 self.transport,
@@ -143,6 +146,13 @@ class Session:
             self.staging = Staging(map_region(fd, nbytes, writable=True))
         elif description.kind == FdKind.FD_KIND_TOUCH_RING:
             self.touch_ring = TouchRing(map_region(fd, nbytes, writable=True))
+        elif description.kind == FdKind.FD_KIND_CALLS:
+            self._calls = CallSocket(os.dup(fd))
+
+    def _require_calls(self) -> CallSocket:
+        if self._calls is None:
+            raise RegionError("the daemon's welcome lacks the call socket")
+        return self._calls
 
     def _on_event(self, event: AttachEvent) -> None:
         # Chunks and tables need nothing here: their descriptors come on the fd socket.
@@ -209,14 +219,20 @@ class Session:
         if self._attach is not None:
             self._attach.close()
             self._attach = None
+        if self._calls is not None:
+            self._calls.close()
         if hasattr(self, "transport"):
             self.transport.close()
         self._socket.close()
+        if self.staging is not None:
+            self.staging.close()
         self.chunks, self.staging, self._tables = {}, None, []
 
     def abandon(self) -> None:
         """In a forked child: let go without a word, for the parent goes on using its session."""
         self.alive = False
+        if self._calls is not None:
+            self._calls.abandon()
         self._socket.close()
 
 

@@ -1,4 +1,4 @@
-"""Look-ups without an RPC: the reader's half of the index layout.
+"""Look-ups without a call: the reader's half of the index layout.
 
 The layout is proto/kvkeep/v1/shared_memory.md, section 4.
 

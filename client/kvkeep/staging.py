@@ -9,7 +9,7 @@ import threading
 from bisect import bisect_left
 from typing import TYPE_CHECKING, Final
 
-from kvkeep.errors import ResourceExhaustedError
+from kvkeep.errors import ResourceExhaustedError, SessionLostError
 from kvkeep.spec import invalid
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ class Staging:
         self.nbytes = len(region)
         self._free: list[tuple[int, int]] = [(0, self.nbytes)]
         self._changed = threading.Condition()
+        self._over = False
 
     @staticmethod
     def stride(block_nbytes: int) -> int:
@@ -42,7 +43,7 @@ class Staging:
         """Byte offsets for `count` blocks, ascending; waits up to `timeout_s` for room.
 
         Errors: InvalidArgumentError (more than the staging memory has), ResourceExhaustedError
-        (others held it for too long).
+        (others held it for too long), SessionLostError.
         """
         stride = self.stride(block_nbytes)
         if count > self.nbytes // stride:
@@ -53,7 +54,10 @@ class Staging:
                 "store fewer at once, use store_blocks(), or connect with more staging_nbytes",
             )
         with self._changed:
-            if not self._changed.wait_for(lambda: self._room(stride) >= count, timeout_s):
+            self._changed.wait_for(lambda: self._over or self._room(stride) >= count, timeout_s)
+            if self._over:
+                raise SessionLostError("the session that this belongs to has ended")
+            if self._room(stride) < count:
                 raise ResourceExhaustedError(
                     f"no room for {count} blocks of {block_nbytes} bytes in the staging memory of "
                     f"{self.nbytes} bytes for {timeout_s} s: commit or leave the stores that hold "
@@ -73,6 +77,12 @@ class Staging:
                     start = offset
                 end = offset + stride
             self._give(start, end)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """The session is over: who waits for room is told."""
+        with self._changed:
+            self._over = True
             self._changed.notify_all()
 
     @property

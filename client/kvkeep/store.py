@@ -13,6 +13,7 @@ from kvkeep.errors import (
     KVKeepError,
     NotSupportedError,
     ResourceExhaustedError,
+    SessionLostError,
     UnavailableError,
 )
 from kvkeep.results import CommitResult, CommitStatus
@@ -109,7 +110,7 @@ class Store:
     def commit(self, timeout_s: float | None = None) -> CommitResult:
         """Seal the new blocks: they are visible to everyone on this host when it returns.
 
-        All keys are answered for; when there is nothing new, no RPC is made. A second call
+        All keys are answered for; when there is nothing new, no call is made. A second call
         returns the first one's result.
 
         Errors: SessionLostError, UnavailableError, DeadlineError, ResourceExhaustedError,
@@ -206,6 +207,8 @@ class Store:
                 return
             try:
                 session.transport.commit(request, _SETTLE_TIMEOUT_S)
+            except SessionLostError:
+                return
             except (DeadlineError, UnavailableError):
                 # After the last try the room stays taken until the session ends.
                 if next(tries, None) is not None:

@@ -1,9 +1,12 @@
-"""gRPC to the daemon: one channel a session. The only module that imports grpc."""
+"""The calls of one session: on its call socket, and on gRPC what that does not carry.
+
+The only module that imports grpc.
+"""
 
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final
 
 import kvkeep.forking  # noqa: F401 - chooses gRPC's poller
 
@@ -26,6 +29,7 @@ from kvkeep.v1.block_cache_pb2 import (
     AcquireResponse,
     AttachEvent,
     AttachRequest,
+    CallMethod,
     CommitRequest,
     CommitResponse,
     OpenNamespaceRequest,
@@ -39,6 +43,10 @@ from kvkeep.v1.block_cache_pb2_grpc import BlockCacheStub
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
+
+    from google.protobuf.message import Message
+
+    from kvkeep.call_socket import CallSocket
 
 # Room for the answer to limits.keys_max keys of a few ranks and groups: 16 bytes a block of each.
 MESSAGE_NBYTES_MAX: Final = 64 * 1024 * 1024
@@ -58,20 +66,22 @@ _OPTIONS: Final = (
 _SESSION_METADATA: Final = "kvkeep-session-bin"
 _RETRY_AFTER_METADATA: Final = "kvkeep-retry-after-ms"
 
-_RequestT = TypeVar("_RequestT")
-_ResponseT = TypeVar("_ResponseT")
+
+def _error(number: int, message: str, retry_after_s: float) -> KVKeepError:
+    """From a status, numbered as gRPC does."""
+    if number == _RESOURCE_EXHAUSTED:
+        return ResourceExhaustedError(message, retry_after_s)
+    return _ERRORS.get(number, KVKeepError)(message)
 
 
 def _converted(error: grpc.RpcError, what: str) -> KVKeepError:
-    """The one table from status codes to exceptions."""
     code = error.code()
-    message = f"{what}: {error.details() or code}"
-    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-        return ResourceExhaustedError(message, _retry_after_s(error))
-    return _ERRORS.get(code, KVKeepError)(message)
+    return _error(code.value[0], f"{what}: {error.details() or code}", _retry_after_s(error))
 
 
-_ERRORS: Final[dict[grpc.StatusCode, type[KVKeepError]]] = {
+_RESOURCE_EXHAUSTED: Final[int] = grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
+# The one table from status codes to exceptions.
+_BY_CODE: Final[dict[grpc.StatusCode, type[KVKeepError]]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidArgumentError,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineError,
     grpc.StatusCode.UNAVAILABLE: UnavailableError,
@@ -82,6 +92,9 @@ _ERRORS: Final[dict[grpc.StatusCode, type[KVKeepError]]] = {
     grpc.StatusCode.NOT_FOUND: SessionLostError,
     grpc.StatusCode.FAILED_PRECONDITION: NotSupportedError,
     grpc.StatusCode.UNIMPLEMENTED: NotSupportedError,
+}
+_ERRORS: Final[dict[int, type[KVKeepError]]] = {
+    code.value[0]: kind for code, kind in _BY_CODE.items()
 }
 
 
@@ -102,83 +115,89 @@ def _retry_after_s(error: grpc.RpcError) -> float:
 class PendingCommit:
     """A Commit under way."""
 
-    def __init__(self, call: grpc.Future[CommitResponse]) -> None:
+    def __init__(self, wait: Callable[[], CommitResponse]) -> None:
         """Made by `Transport.begin_commit`."""
-        self._call = call
+        self._wait = wait
 
     def result(self) -> CommitResponse:
         """Wait for the answer. Errors: as `Transport.commit`."""
-        try:
-            return self._call.result()
-        except grpc.RpcError as error:
-            raise _call_failed(error, "Commit") from error
-        except grpc.FutureCancelledError as error:
-            raise SessionLostError("Commit: the session was closed") from error
+        return self._wait()
 
 
 class Transport:
-    """The RPCs of one session. Any thread may call.
+    """The calls of one session. Any thread may call.
 
     Every call takes its deadline in seconds and raises a KVKeepError: InvalidArgumentError,
     DeadlineError, UnavailableError, SessionLostError, NotSupportedError, ResourceExhaustedError.
     """
 
-    def __init__(self, *, socket_path: Path, session_token: bytes) -> None:
+    def __init__(self, *, socket_path: Path, session_token: bytes, calls: CallSocket) -> None:
         """Opens nothing: the channel connects with the first call."""
+        self._calls = calls
         self._channel = grpc.insecure_channel(f"unix:{socket_path}", options=_OPTIONS)
         self._stub: BlockCacheStub = BlockCacheStub(self._channel)
         self._admin: AdminStub = AdminStub(self._channel)
         self._metadata = ((_SESSION_METADATA, session_token),)
 
-    def _call(
-        self,
-        call: grpc.UnaryUnaryMultiCallable[_RequestT, _ResponseT],
-        request: _RequestT,
-        timeout_s: float,
-        what: str,
-    ) -> _ResponseT:
-        try:
-            return call(request, timeout=timeout_s, metadata=self._metadata)
-        except grpc.RpcError as error:
-            raise _call_failed(error, what) from error
-        except ValueError as error:
-            # grpc says so when the channel is closed.
-            raise SessionLostError(f"{what}: the session was closed") from error
+    def _begin(
+        self, method: CallMethod.ValueType, request: Message, timeout_s: float, what: str
+    ) -> Callable[[], bytes]:
+        """Send a call; waits for its response when called."""
+        calls = self._calls
+        # A commit copies: looking for its reply would take a core from the daemon.
+        quick = method != CallMethod.CALL_METHOD_COMMIT
+        pending = calls.begin(method, request, timeout_s, what, quick=quick)
+
+        def wait() -> bytes:
+            status, retry_after_s, payload = calls.wait(pending)
+            if status:
+                message = f"{what}: {payload.decode(errors='replace')}"
+                raise _error(status, message, retry_after_s)
+            return payload
+
+        return wait
 
     def open_namespace(
         self, request: OpenNamespaceRequest, timeout_s: float
     ) -> OpenNamespaceResponse:
         """OpenNamespace."""
-        return self._call(self._stub.OpenNamespace, request, timeout_s, "OpenNamespace")
+        method = CallMethod.CALL_METHOD_OPEN_NAMESPACE
+        wait = self._begin(method, request, timeout_s, "OpenNamespace")
+        return OpenNamespaceResponse.FromString(wait())
 
     def acquire(self, request: AcquireRequest, timeout_s: float) -> AcquireResponse:
         """Acquire."""
-        return self._call(self._stub.Acquire, request, timeout_s, "Acquire")
+        wait = self._begin(CallMethod.CALL_METHOD_ACQUIRE, request, timeout_s, "Acquire")
+        return AcquireResponse.FromString(wait())
 
     def renew(self, request: RenewRequest, timeout_s: float) -> RenewResponse:
         """Renew."""
-        return self._call(self._stub.Renew, request, timeout_s, "Renew")
+        wait = self._begin(CallMethod.CALL_METHOD_RENEW, request, timeout_s, "Renew")
+        return RenewResponse.FromString(wait())
 
     def release(self, lease_ids: list[int], timeout_s: float) -> None:
         """Release."""
         request = ReleaseRequest(lease_ids=lease_ids)
-        self._call(self._stub.Release, request, timeout_s, "Release")
+        self._begin(CallMethod.CALL_METHOD_RELEASE, request, timeout_s, "Release")()
 
     def commit(self, request: CommitRequest, timeout_s: float) -> CommitResponse:
         """Commit."""
-        return self._call(self._stub.Commit, request, timeout_s, "Commit")
+        return self.begin_commit(request, timeout_s).result()
 
     def begin_commit(self, request: CommitRequest, timeout_s: float) -> PendingCommit:
         """Commit without waiting for the answer."""
-        try:
-            call = self._stub.Commit.future(request, timeout=timeout_s, metadata=self._metadata)
-        except ValueError as error:
-            raise SessionLostError("Commit: the session was closed") from error
-        return PendingCommit(call)
+        wait = self._begin(CallMethod.CALL_METHOD_COMMIT, request, timeout_s, "Commit")
+        return PendingCommit(lambda: CommitResponse.FromString(wait()))
 
     def stats(self, timeout_s: float) -> StatsResponse:
         """Admin.Stats."""
-        return self._call(self._admin.Stats, StatsRequest(), timeout_s, "Stats")
+        try:
+            return self._admin.Stats(StatsRequest(), timeout=timeout_s, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise _call_failed(error, "Stats") from error
+        except ValueError as error:
+            # grpc says so when the channel is closed.
+            raise SessionLostError("Stats: the session was closed") from error
 
     def attach(self, beats: Iterator[AttachRequest]) -> Iterator[AttachEvent]:
         """The event stream. Errors: ValueError when the channel is closed."""

@@ -23,8 +23,11 @@ from kvkeep_server.core.ownership import Ownership
 from kvkeep_server.core.process import forbid_inspection, raise_descriptor_limit
 from kvkeep_server.index.table import IndexTable
 from kvkeep_server.policies.registry import admission_policy, eviction_policy
+from kvkeep_server.rpc.admin import AdminServicer
+from kvkeep_server.rpc.block_calls import BlockCalls, ClientLimits
+from kvkeep_server.rpc.call_sockets import CallSockets
 from kvkeep_server.rpc.fd_handover import FdHandover
-from kvkeep_server.rpc.server import ClientLimits, Server
+from kvkeep_server.rpc.server import Server
 from kvkeep_server.service.block_service import BlockService, ServiceLimits
 from kvkeep_server.service.namespaces import Namespaces
 from kvkeep_server.service.session_memory import FdKind, FdOffer, SessionMemory
@@ -261,15 +264,8 @@ class Daemon:
         stop = _stop_signal()
         # One pool for all that blocks; asyncio's own would be as large as the host.
         asyncio.get_running_loop().set_default_executor(core.executor)
-        server = Server(
-            service=core.service,
-            ram=core.ram,
-            server_epoch=self._server_epoch,
-            limits=self._client_limits(core),
-        )
+        server, handover = self._listeners(core, directory)
         mode = self._settings.server.socket_mode
-        handover = FdHandover(path=directory / FD_SOCKET_NAME, mode=mode, opener=core.sessions)
-        core.sessions.sender = handover
         try:
             await server.start(directory / SOCKET_NAME, mode)
             handover.start()
@@ -306,6 +302,27 @@ class Daemon:
             handover.close()
             (directory / SOCKET_NAME).unlink(missing_ok=True)
             (directory / FD_SOCKET_NAME).unlink(missing_ok=True)
+
+    def _listeners(self, core: Core, directory: Path) -> tuple[Server, FdHandover]:
+        """What speaks with clients, wired and not yet listening."""
+        limits = self._client_limits(core)
+        calls = BlockCalls(service=core.service, limits=limits, server_epoch=self._server_epoch)
+        server = Server(
+            calls=calls,
+            admin=AdminServicer(
+                service=core.service, ram=core.ram, server_epoch=self._server_epoch
+            ),
+            message_nbytes_max=limits.message_nbytes_max,
+        )
+        sockets = CallSockets(
+            calls=calls, sessions=core.sessions, message_nbytes_max=limits.message_nbytes_max
+        )
+        handover = FdHandover(
+            path=directory / FD_SOCKET_NAME, mode=self._settings.server.socket_mode, opener=sockets
+        )
+        sockets.sender = handover
+        core.sessions.sender = sockets
+        return server, handover
 
     def _client_limits(self, core: Core) -> ClientLimits:
         settings = self._settings

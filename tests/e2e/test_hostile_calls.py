@@ -12,11 +12,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvkeep.v1 import admin_pb2, admin_pb2_grpc, block_cache_pb2
 from tests.fakes.daemon_process import DaemonProcess, running_daemon
+from tests.fakes.frames import CALLS
 from tests.fakes.raw_session import RawSession
 
 MANY = 1_500_000
 # A walk over MANY entries in Python takes longer than this; reading them off the wire does not.
 ANSWERED_S = 1.0
+METHODS = {name: method for method, (name, _) in CALLS.items()}
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +107,20 @@ def test_a_list_of_a_million_is_refused_at_once(daemon, session, name):
         assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
         assert "allowed: " in refused.value.details()
         assert len(refused.value.details()) < 1000
+
+    assert slowest_health_s(daemon, attack) < ANSWERED_S
+
+
+@pytest.mark.parametrize("name", list(requests(0)))
+def test_on_the_call_socket_as_well(daemon, session, name):
+    opened = session.open_namespace(4096)
+    request = requests(opened.set_index)[name]
+
+    def attack() -> None:
+        status, sentence = session.frame_call(METHODS[name.split()[0]], request)
+        assert status == grpc.StatusCode.INVALID_ARGUMENT.value[0]
+        assert b"allowed: " in sentence
+        assert len(sentence) < 1000
 
     assert slowest_health_s(daemon, attack) < ANSWERED_S
 

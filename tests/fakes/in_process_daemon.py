@@ -27,6 +27,7 @@ from kvkeep.v1 import block_cache_pb2 as pb
 from kvkeep.v1 import block_cache_pb2_grpc as pb_grpc
 from kvkeep.v1.admin_pb2 import StatsResponse
 from kvkeep.v1.admin_pb2_grpc import AdminServicer, add_AdminServicer_to_server
+from tests.fakes import frames
 from tests.fakes.regions import FakeChunk, FakeIndex, FakeRegion, FakeTouchRing
 from tests.vectors.make_vectors import namespace_encoding
 
@@ -50,6 +51,7 @@ class FakeSession:
     staging: FakeRegion
     ring: FakeTouchRing
     hello: pb.SideHello
+    calls: socket.socket
     sequence: int = 0
     heartbeats: int = 0
     events: deque[pb.AttachEvent] = field(default_factory=deque)
@@ -84,6 +86,18 @@ def set_id_of(spec: pb.NamespaceSpec) -> bytes:
     names = ("name", "kind", "tokens_per_block", "block_nbytes", "window_tokens", "state_mode")
     fields["groups"] = [{name: getattr(g, name) for name in names} for g in spec.groups]
     return hashlib.sha256(namespace_encoding(fields)).digest()[:16]
+
+
+class _End:
+    """One end of a call socket, offered like a region."""
+
+    nbytes = 0
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
+
+    def client_fd(self) -> int:
+        return os.dup(self._end.fileno())
 
 
 class FakeDaemon(pb_grpc.BlockCacheServicer):
@@ -152,9 +166,10 @@ class FakeDaemon(pb_grpc.BlockCacheServicer):
             session.ended = session.over = True
             session.wake.notify_all()
         # Closing alone says nothing to the peer while another thread waits in recv().
-        with contextlib.suppress(OSError):
-            session.connection.shutdown(socket.SHUT_RDWR)
-        session.connection.close()
+        for end in (session.connection, session.calls):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
         session.staging.close()
         session.ring.close()
 
@@ -187,21 +202,24 @@ class FakeDaemon(pb_grpc.BlockCacheServicer):
             connection.close()
             return
         staging = FakeRegion(hello.staging_nbytes or self.staging_nbytes, client_writes=True)
-        session = FakeSession(
-            secrets.token_bytes(32), connection, staging, FakeTouchRing(64), hello
-        )
-        self.sessions[session.token] = session
+        own, theirs = socket.socketpair()
+        token = secrets.token_bytes(32)
+        session = FakeSession(token, connection, staging, FakeTouchRing(64), hello, own)
+        self.sessions[token] = session
+        threading.Thread(target=frames.serve, args=(own, self, token), daemon=True).start()
         offers = [
             (pb.FD_KIND_INDEX, self.index.table_id, self.index),
             (pb.FD_KIND_STAGING, 0, staging),
             (pb.FD_KIND_TOUCH_RING, 0, session.ring),
             *((pb.FD_KIND_CHUNK, chunk.chunk_id, chunk) for chunk in self.chunks),
+            (pb.FD_KIND_CALLS, 0, _End(theirs)),
         ]
         offers = [offer for offer in offers if offer[0] in self.welcome_kinds]
         try:
             # Two packets, so that `more` is tried.
             self._send(session, 0, offers[:1], more=True)
             self._send(session, 0, offers[1:])
+            theirs.close()
             connection.recv(1)
         finally:
             self.end(session)
@@ -210,7 +228,7 @@ class FakeDaemon(pb_grpc.BlockCacheServicer):
         self,
         session: FakeSession,
         sequence: int,
-        offers: list[tuple[int, int, FakeRegion]],
+        offers: list[tuple[int, int, FakeRegion | _End]],
         *,
         more: bool = False,
     ) -> None:

@@ -1,6 +1,7 @@
 """A session without the client library: fd socket, maps, stubs. For what the library never does."""
 
 import mmap
+import os
 import socket
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import grpc
 import numpy as np
 
 from kvkeep.v1 import admin_pb2, admin_pb2_grpc, block_cache_pb2, block_cache_pb2_grpc
+from tests.fakes.frames import HEADER, received
 
 DEADLINE_S = 10.0
 PAGE = 4096
@@ -51,9 +53,13 @@ class RawSession:
             self.chunks[description.id] = mmap.mmap(fd, 0, prot=mmap.PROT_READ)
         if description.kind == block_cache_pb2.FD_KIND_STAGING:
             self.staging = mmap.mmap(fd, 0)
+        if description.kind == block_cache_pb2.FD_KIND_CALLS:
+            self.calls = socket.socket(fileno=os.dup(fd))
+            self.calls.settimeout(DEADLINE_S)
 
     def __exit__(self, *_) -> None:
         self.channel.close()
+        self.calls.close()
         self.socket.close()
         self.staging.close()
         for chunk in self.chunks.values():
@@ -64,6 +70,14 @@ class RawSession:
     def call(self, name: str, request):
         metadata = (("kvkeep-session-bin", self.token),)
         return getattr(self.stub, name)(request, metadata=metadata, timeout=DEADLINE_S)
+
+    def frame_call(self, method: int, request) -> tuple[int, bytes]:
+        """(status, payload) of a call on the call socket."""
+        payload = request.SerializeToString()
+        self.calls.sendall(HEADER.pack(len(payload), method, 0, 0, 1) + payload)
+        nbytes, status, _, _, call_id = HEADER.unpack(received(self.calls, HEADER.size))
+        assert call_id == 1
+        return status, received(self.calls, nbytes)
 
     def open_namespace(self, block_nbytes: int, model: str = "raw"):
         """One FULL group, one rank."""

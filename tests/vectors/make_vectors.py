@@ -318,6 +318,35 @@ def namespaces() -> list[dict[str, Any]]:
     return out
 
 
+def call_frames() -> list[dict[str, Any]]:
+    """A call, its reply, and one that is refused; section 1, the call socket."""
+    frames = [
+        ("Release of lease 7", 4, 0, 258, bytes.fromhex("0a0107")),
+        ("OK, released 1", 0, 0, 258, bytes.fromhex("0801")),
+        ("RESOURCE_EXHAUSTED, again in 250 ms", 8, 250, 4294967295, b"enough"),
+    ]
+    return [
+        {
+            "what": what,
+            "method_or_status": number,
+            "retry_after_ms": retry_after_ms,
+            "call_id": call_id,
+            "payload": payload.hex(),
+            "frame": b"".join(
+                [
+                    len(payload).to_bytes(4, "little"),
+                    number.to_bytes(2, "little"),
+                    bytes(2),
+                    retry_after_ms.to_bytes(4, "little"),
+                    call_id.to_bytes(4, "little"),
+                    payload,
+                ]
+            ).hex(),
+        }
+        for what, number, retry_after_ms, call_id, payload in frames
+    ]
+
+
 def vectors() -> dict[str, Any]:
     """Everything, in the order of shared_memory.md."""
     rng = random.Random(SEED)
@@ -329,6 +358,7 @@ def vectors() -> dict[str, Any]:
         "index_table": index_table(rng),
         "touch_ring": touch_ring(),
         "namespaces": namespaces(),
+        "call_frames": call_frames(),
     }
 
 

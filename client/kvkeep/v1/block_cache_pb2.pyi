@@ -9,6 +9,7 @@ chain order, each `key_nbytes` of the namespace long (16 to 64), opaque to the s
 a status per block as one packed column, never one message per block.
 
 Common to all calls:
+ * On the daemon's host the unary calls can be made on the session's call socket as well (CallMethod).
  * Metadata `kvkeep-session-bin` carries the 32-byte session token from the fd socket. A call without a
    live session fails with UNAUTHENTICATED; attach again.
  * Every call should carry a deadline. The server ends a call at the deadline and answers with what it has
@@ -93,6 +94,8 @@ class _FdKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTyp
     FD_KIND_STAGING: _FdKind.ValueType  # 2
     FD_KIND_TOUCH_RING: _FdKind.ValueType  # 3
     FD_KIND_CHUNK: _FdKind.ValueType  # 4
+    FD_KIND_CALLS: _FdKind.ValueType  # 5
+    """the call socket, welcome only; size 0"""
 
 class FdKind(_FdKind, metaclass=_FdKindEnumTypeWrapper): ...
 
@@ -101,7 +104,39 @@ FD_KIND_INDEX: FdKind.ValueType  # 1
 FD_KIND_STAGING: FdKind.ValueType  # 2
 FD_KIND_TOUCH_RING: FdKind.ValueType  # 3
 FD_KIND_CHUNK: FdKind.ValueType  # 4
+FD_KIND_CALLS: FdKind.ValueType  # 5
+"""the call socket, welcome only; size 0"""
 Global___FdKind: typing_extensions.TypeAlias = FdKind
+
+class _CallMethod:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _CallMethodEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_CallMethod.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    CALL_METHOD_UNSPECIFIED: _CallMethod.ValueType  # 0
+    CALL_METHOD_OPEN_NAMESPACE: _CallMethod.ValueType  # 1
+    CALL_METHOD_LOOKUP: _CallMethod.ValueType  # 2
+    CALL_METHOD_ACQUIRE: _CallMethod.ValueType  # 3
+    CALL_METHOD_RELEASE: _CallMethod.ValueType  # 4
+    CALL_METHOD_RENEW: _CallMethod.ValueType  # 5
+    CALL_METHOD_COMMIT: _CallMethod.ValueType  # 6
+
+class CallMethod(_CallMethod, metaclass=_CallMethodEnumTypeWrapper):
+    """--- the call socket (STREAM; shared_memory.md) ----------------------------------------------------------------
+
+    The calls that a client on this host may make on its call socket instead of gRPC: the same messages, errors and
+    limits, a twentieth of the time.
+    """
+
+CALL_METHOD_UNSPECIFIED: CallMethod.ValueType  # 0
+CALL_METHOD_OPEN_NAMESPACE: CallMethod.ValueType  # 1
+CALL_METHOD_LOOKUP: CallMethod.ValueType  # 2
+CALL_METHOD_ACQUIRE: CallMethod.ValueType  # 3
+CALL_METHOD_RELEASE: CallMethod.ValueType  # 4
+CALL_METHOD_RENEW: CallMethod.ValueType  # 5
+CALL_METHOD_COMMIT: CallMethod.ValueType  # 6
+Global___CallMethod: typing_extensions.TypeAlias = CallMethod
 
 class _TierId:
     ValueType = typing.NewType("ValueType", builtins.int)

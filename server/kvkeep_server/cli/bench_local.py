@@ -4,8 +4,8 @@ What the rows mean
     memcpy/SIZE     the baseline: `np.copyto` of 64 blocks' bytes, moving source, fixed destination
     noop_rpc        the other one: `grpc.health.v1` Check, synchronous, on the daemon's unix socket
     read_copy/SIZE  look-up and copy (`read_into`) of 64 random stored blocks into one fixed buffer
-    lookup/N        N keys of a random place of a random chain, in chain order, no RPC
-    acquire/N       the same with a lease, one RPC; released after the round, without the clock
+    lookup/N        N keys of a random place of a random chain, in chain order, no call
+    acquire/N       the same with a lease, one call; released after the round, without the clock
     commit/SIZE     64 blocks whose staging is filled; the time of Commit, level RAM; the pool has
                     grown before, without the clock
     store/SIZE      the same with making room and filling

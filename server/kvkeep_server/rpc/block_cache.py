@@ -1,6 +1,5 @@
 # ruff: noqa: N802, D102 - the methods have the names of the wire, and are documented there
-"""The BlockCache service: parse, call, render. Errors are listed at each call in
-`block_cache.proto`."""
+"""The BlockCache service on gRPC: finds the session of the token; the rest is `BlockCalls`."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -8,26 +7,22 @@ from collections.abc import AsyncIterator
 from kvkeep.v1 import block_cache_pb2 as pb
 from kvkeep.v1 import block_cache_pb2_grpc as pb_grpc
 from kvkeep_server.rpc import convert
+from kvkeep_server.rpc.block_calls import BlockCalls
 from kvkeep_server.rpc.calls import Context, not_served, session_of, streamed, unary
-from kvkeep_server.service.block_service import BlockService
 from kvkeep_server.service.sessions import Session
-from kvkeep_server.tiering.manager import ReadOrder
 
 
 class BlockCacheServicer(pb_grpc.BlockCacheServicer):
     """Thin: one method a call.
 
     Args:
-        service: Does the work.
-        limits: Told to clients that open a namespace.
-        server_epoch: Of this daemon.
+        calls: Do the work.
     """
 
-    def __init__(self, *, service: BlockService, limits: pb.Limits, server_epoch: int) -> None:
+    def __init__(self, calls: BlockCalls) -> None:
         """See the class."""
-        self._service = service
-        self._limits = limits
-        self._server_epoch = server_epoch
+        self._calls = calls
+        self._service = calls.service
 
     def _session(self, context: Context) -> Session:
         return session_of(self._service.sessions, context)
@@ -36,13 +31,7 @@ class BlockCacheServicer(pb_grpc.BlockCacheServicer):
     async def OpenNamespace(
         self, request: pb.OpenNamespaceRequest, context: Context
     ) -> pb.OpenNamespaceResponse:
-        spec = convert.spec_of(request.spec)
-        session = self._session(context)
-        self._service.check_layout(request.layout_version)
-        opened = self._service.open_namespace(session, spec, request.local_ranks)
-        near = self._service.namespaces.near_misses(spec)
-        slots = [self._service.slot_nbytes(group.block_nbytes) for group in spec.groups]
-        return convert.opened_message(opened, near, self._limits, self._server_epoch, slots)
+        return self._calls.open_namespace(self._session(context), request)
 
     @streamed
     async def Attach(
@@ -62,27 +51,11 @@ class BlockCacheServicer(pb_grpc.BlockCacheServicer):
 
     @unary
     async def Lookup(self, request: pb.LookupRequest, context: Context) -> pb.LookupResponse:
-        session = self._session(context)
-        hints = convert.hints_of(request.hints)
-        opened, prefix = self._service.lookup(session, request.set_index, request.keys, hints)
-        return convert.lookup_message(opened, prefix)
+        return self._calls.lookup(self._session(context), request)
 
     @unary
     async def Acquire(self, request: pb.AcquireRequest, context: Context) -> pb.AcquireResponse:
-        session = self._session(context)
-        life_s = self._service.manager.leases.life_s(request.lease_ttl_ms / 1000)
-        order = ReadOrder(
-            session.session_id,
-            life_s,
-            request.byte_budget,
-            request.skip_blocks,
-            convert.hints_of(request.hints),
-        )
-        grant, asked = self._service.acquire(
-            session, request.set_index, request.keys, request.groups, order
-        )
-        columns = self._service.manager.residency.columns
-        return convert.grant_message(grant, asked, columns, life_s)
+        return self._calls.acquire(self._session(context), request)
 
     @streamed
     async def Await(
@@ -96,20 +69,17 @@ class BlockCacheServicer(pb_grpc.BlockCacheServicer):
 
     @unary
     async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseResponse:
-        released = self._service.release(self._session(context), request.lease_ids)
-        return pb.ReleaseResponse(released=released, unknown=len(request.lease_ids) - released)
+        return self._calls.release(self._session(context), request)
 
     @unary
     async def Renew(self, request: pb.RenewRequest, context: Context) -> pb.RenewResponse:
-        status, life_s = self._service.renew(
-            self._session(context), request.lease_ids, request.lease_ttl_ms / 1000
-        )
-        return pb.RenewResponse(status=bytes(status), lease_ttl_ms=round(life_s * 1000))
+        return self._calls.renew(self._session(context), request)
 
     @unary
     async def Commit(self, request: pb.CommitRequest, context: Context) -> pb.CommitResponse:
-        status = await self._service.commit(self._session(context), convert.order_of(request))
-        return convert.commit_message(status)
+        running = self._calls.begin_commit(self._session(context), request)
+        # A cancelled call does not stop it.
+        return convert.commit_message(await asyncio.shield(running))
 
     Read = not_served("Read: bytes for clients on other hosts")
     Write = not_served("Write: bytes from clients on other hosts")

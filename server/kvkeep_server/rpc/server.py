@@ -1,7 +1,6 @@
 """The gRPC server as a whole: our two services, and the stock ones for health and reflection."""
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
@@ -12,8 +11,7 @@ from grpc_reflection.v1alpha import reflection
 from kvkeep.v1 import admin_pb2, admin_pb2_grpc, block_cache_pb2, block_cache_pb2_grpc
 from kvkeep_server.rpc.admin import AdminServicer
 from kvkeep_server.rpc.block_cache import BlockCacheServicer
-from kvkeep_server.service.block_service import BlockService
-from kvkeep_server.tiers.ram.tier import RamTier
+from kvkeep_server.rpc.block_calls import BlockCalls
 
 _SERVICES = (
     block_cache_pb2.DESCRIPTOR.services_by_name["BlockCache"].full_name,
@@ -27,34 +25,19 @@ _SENT_NBYTES_MAX = 64 << 20
 _PENDING_MAX = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class ClientLimits:
-    """What a client is told when it opens a namespace; names as in the configuration."""
-
-    keys_max: int
-    block_nbytes_max: int
-    staging_nbytes_max: int
-    lease_ttl_s: float
-    session_timeout_s: float
-    message_nbytes_max: int
-
-
 class Server:
     """Serves on one unix socket.
 
     Args:
-        service: Does the work.
-        ram: For its sizes.
-        server_epoch: Of this daemon.
-        limits: For clients, and of messages.
+        calls: Of engines.
+        admin: Of operators.
+        message_nbytes_max: Of a request.
     """
 
-    def __init__(
-        self, *, service: BlockService, ram: RamTier, server_epoch: int, limits: ClientLimits
-    ) -> None:
+    def __init__(self, *, calls: BlockCalls, admin: AdminServicer, message_nbytes_max: int) -> None:
         """See the class. Needs a running loop, as grpc.aio does."""
         options = [
-            ("grpc.max_receive_message_length", limits.message_nbytes_max),
+            ("grpc.max_receive_message_length", message_nbytes_max),
             ("grpc.max_send_message_length", _SENT_NBYTES_MAX),
             ("grpc.server.max_pending_requests", _PENDING_MAX),
             ("grpc.server.max_pending_requests_hard_limit", _PENDING_MAX),
@@ -62,12 +45,9 @@ class Server:
         ]
         self._server = grpc.aio.server(options=options)
         block_cache_pb2_grpc.add_BlockCacheServicer_to_server(
-            BlockCacheServicer(service=service, limits=_message(limits), server_epoch=server_epoch),
-            self._server,
+            BlockCacheServicer(calls), self._server
         )
-        admin_pb2_grpc.add_AdminServicer_to_server(
-            AdminServicer(service=service, ram=ram, server_epoch=server_epoch), self._server
-        )
+        admin_pb2_grpc.add_AdminServicer_to_server(admin, self._server)
         self._health = health_aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflected = (*_SERVICES, "grpc.health.v1.Health", reflection.SERVICE_NAME)
@@ -91,14 +71,3 @@ class Server:
     async def stop(self, grace_s: float) -> None:
         """Refuses new calls, waits for running ones, ends the rest."""
         await self._server.stop(grace_s)
-
-
-def _message(limits: ClientLimits) -> block_cache_pb2.Limits:
-    return block_cache_pb2.Limits(
-        keys_max=limits.keys_max,
-        block_nbytes_max=limits.block_nbytes_max,
-        staging_nbytes_max=limits.staging_nbytes_max,
-        lease_ttl_ms=round(limits.lease_ttl_s * 1000),
-        session_timeout_ms=round(limits.session_timeout_s * 1000),
-        message_nbytes_max=limits.message_nbytes_max,
-    )

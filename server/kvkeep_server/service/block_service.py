@@ -202,10 +202,12 @@ class BlockService:
         life_s = leases.life_s(ttl_s)
         return leases.renew(session.session_id, lease_ids, life_s, may_join), life_s
 
-    async def commit(self, session: Session, order: CommitOrder) -> U8:
-        """Seals blocks that lie in the session's staging; one `CommitStatus` a key.
+    def begin_commit(self, session: Session, order: CommitOrder) -> asyncio.Task[U8]:
+        """Begins to seal blocks that lie in the session's staging; the result is one
+        `CommitStatus` a key.
 
-        A caller that goes away does not stop it: what was begun is sealed or given back whole.
+        Not to be cancelled: what was begun is sealed or given back whole, also when its caller is
+        gone.
         """
         if self._finishing:
             msg = "the daemon is about to stop and takes no more commits"
@@ -226,7 +228,7 @@ class BlockService:
                 done.exception()  # the caller may be gone: whoever is left has it logged
 
         task.add_done_callback(over)
-        return await asyncio.shield(task)
+        return task
 
     async def finish(self) -> None:
         """Waits for the commits that run; takes no more."""

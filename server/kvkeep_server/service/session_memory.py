@@ -20,6 +20,7 @@ class FdKind(IntEnum):
     STAGING = 2
     TOUCH_RING = 3
     CHUNK = 4
+    CALLS = 5
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvkeep.errors import InvalidArgumentError, ResourceExhaustedError
+from kvkeep.errors import InvalidArgumentError, ResourceExhaustedError, SessionLostError
 from kvkeep.staging import Staging
 
 KiB = 1024
@@ -99,3 +99,13 @@ class StagingAgainstASet(RuleBasedStateMachine):
 
 StagingAgainstASet.TestCase.settings = settings(max_examples=40, stateful_step_count=30)
 test_any_order_of_allocations = StagingAgainstASet.TestCase
+
+
+def test_who_waits_for_room_is_told_that_the_session_is_over():
+    staging = Staging(memoryview(bytearray(64 * KiB)))
+    staging.allocate(64 * KiB, 1, 0.0)
+    threading.Timer(0.05, staging.close).start()
+    with pytest.raises(SessionLostError):
+        staging.allocate(4 * KiB, 1, 30.0)
+    with pytest.raises(SessionLostError):
+        staging.allocate(4 * KiB, 1, 0.0)

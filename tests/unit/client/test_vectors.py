@@ -8,9 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvkeep import call_socket
 from kvkeep.shared_index import IndexTable, Words
 from kvkeep.shared_memory import Chunk, RegionError, TouchRing
 from kvkeep.spec import Hints, StopReason
+from kvkeep_server.rpc import call_sockets
 from tests.vectors.make_vectors import render
 
 FILE = Path(__file__).parents[3] / "proto/kvkeep/v1/shared_memory_vectors.json"
@@ -37,6 +39,17 @@ def table_of(*, a: list[int], b: list[int], buckets: int) -> IndexTable:
 
 def test_the_file_is_what_the_generator_writes():
     assert FILE.read_text() == render()
+
+
+@pytest.mark.parametrize("vector", VECTORS["call_frames"], ids=lambda vector: vector["what"])
+@pytest.mark.parametrize(
+    "header", [call_socket._HEADER, call_sockets.HEADER], ids=["client", "daemon"]
+)
+def test_call_frame(vector, header):
+    payload = bytes.fromhex(vector["payload"])
+    number, retry = vector["method_or_status"], vector["retry_after_ms"]
+    frame = header.pack(len(payload), number, 0, retry, vector["call_id"]) + payload
+    assert frame.hex() == vector["frame"]
 
 
 @pytest.mark.parametrize(("vectors", "case"), CASES)

@@ -1,0 +1,102 @@
+"""Calls of one session, however they came: parse, call, render. Errors are listed at each call in
+`block_cache.proto`."""
+
+import asyncio
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvkeep.v1 import block_cache_pb2 as pb
+from kvkeep_server.rpc import convert
+from kvkeep_server.service.block_service import BlockService
+from kvkeep_server.service.sessions import Session
+from kvkeep_server.tiering.manager import ReadOrder
+
+
+@dataclass(frozen=True, slots=True)
+class ClientLimits:
+    """What a client is told when it opens a namespace; names as in the configuration."""
+
+    keys_max: int
+    block_nbytes_max: int
+    staging_nbytes_max: int
+    lease_ttl_s: float
+    session_timeout_s: float
+    message_nbytes_max: int
+
+
+class BlockCalls:
+    """Thin: one method a call; each raises KVKeepError.
+
+    Args:
+        service: Does the work.
+        limits: Told to clients that open a namespace.
+        server_epoch: Of this daemon.
+    """
+
+    def __init__(self, *, service: BlockService, limits: ClientLimits, server_epoch: int) -> None:
+        """See the class."""
+        self.service = service
+        self._limits = _message(limits)
+        self._server_epoch = server_epoch
+
+    def open_namespace(
+        self, session: Session, request: pb.OpenNamespaceRequest
+    ) -> pb.OpenNamespaceResponse:
+        """OpenNamespace."""
+        spec = convert.spec_of(request.spec)
+        self.service.check_layout(request.layout_version)
+        opened = self.service.open_namespace(session, spec, request.local_ranks)
+        near = self.service.namespaces.near_misses(spec)
+        slots = [self.service.slot_nbytes(group.block_nbytes) for group in spec.groups]
+        return convert.opened_message(opened, near, self._limits, self._server_epoch, slots)
+
+    def lookup(self, session: Session, request: pb.LookupRequest) -> pb.LookupResponse:
+        """Lookup."""
+        hints = convert.hints_of(request.hints)
+        opened, prefix = self.service.lookup(session, request.set_index, request.keys, hints)
+        return convert.lookup_message(opened, prefix)
+
+    def acquire(self, session: Session, request: pb.AcquireRequest) -> pb.AcquireResponse:
+        """Acquire."""
+        life_s = self.service.manager.leases.life_s(request.lease_ttl_ms / 1000)
+        order = ReadOrder(
+            session.session_id,
+            life_s,
+            request.byte_budget,
+            request.skip_blocks,
+            convert.hints_of(request.hints),
+        )
+        grant, asked = self.service.acquire(
+            session, request.set_index, request.keys, request.groups, order
+        )
+        columns = self.service.manager.residency.columns
+        return convert.grant_message(grant, asked, columns, life_s)
+
+    def release(self, session: Session, request: pb.ReleaseRequest) -> pb.ReleaseResponse:
+        """Release."""
+        released = self.service.release(session, request.lease_ids)
+        return pb.ReleaseResponse(released=released, unknown=len(request.lease_ids) - released)
+
+    def renew(self, session: Session, request: pb.RenewRequest) -> pb.RenewResponse:
+        """Renew."""
+        status, life_s = self.service.renew(session, request.lease_ids, request.lease_ttl_ms / 1000)
+        return pb.RenewResponse(status=bytes(status), lease_ttl_ms=round(life_s * 1000))
+
+    def begin_commit(
+        self, session: Session, request: pb.CommitRequest
+    ) -> asyncio.Task[NDArray[np.uint8]]:
+        """Commit; see `BlockService.begin_commit`. `convert.commit_message` renders its result."""
+        return self.service.begin_commit(session, convert.order_of(request))
+
+
+def _message(limits: ClientLimits) -> pb.Limits:
+    return pb.Limits(
+        keys_max=limits.keys_max,
+        block_nbytes_max=limits.block_nbytes_max,
+        staging_nbytes_max=limits.staging_nbytes_max,
+        lease_ttl_ms=round(limits.lease_ttl_s * 1000),
+        session_timeout_ms=round(limits.session_timeout_s * 1000),
+        message_nbytes_max=limits.message_nbytes_max,
+    )

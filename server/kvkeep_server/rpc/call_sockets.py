@@ -1,0 +1,248 @@
+"""Call sockets: the unary calls of a session without gRPC, on a socketpair that its welcome brings.
+
+A call on gRPC takes 0.5 ms and several threads on both sides; the same message on a stream socket
+takes 20 us and none. The frames are those of `proto/kvkeep/v1/shared_memory.md`, section 1. What
+comes is untrusted: a frame is bounded, a turn of the loop serves one client for a bounded time, and
+who does not read its replies is not read from.
+"""
+
+import asyncio
+import logging
+import socket
+import struct
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol
+
+import grpc
+import numpy as np
+from google.protobuf.message import DecodeError, Message
+from numpy.typing import NDArray
+
+from kvkeep.v1 import block_cache_pb2 as pb
+from kvkeep_server.core.errors import KVKeepError, ResourceExhaustedError
+from kvkeep_server.rpc import convert
+from kvkeep_server.rpc.block_calls import BlockCalls
+from kvkeep_server.service.session_memory import FdKind, FdOffer, close_offers
+from kvkeep_server.service.sessions import FdSender, HelloFacts, Session, Sessions, Welcome
+
+# A request is: bytes of the payload, method, 0, 0, call id. A reply: bytes, status, 0, ms until a
+# retry makes sense, call id.
+HEADER = struct.Struct("<IHHII")
+_OK = 0
+# Calls of one client that wait are served for so long, then others have their turn.
+_TURN_S = 0.002
+_UNSENT_NBYTES_MAX = 1 << 20
+_BUFFER_NBYTES = 1 << 20
+
+_log = logging.getLogger(__name__)
+
+
+class _Served(Protocol):
+    """What a call number stands for."""
+
+    def __call__(self, session: Session, request: Any, /) -> Message: ...  # noqa: ANN401 - one message type a call
+
+
+class CallSockets:
+    """All call sockets. Wraps how sessions begin and end, so that each has one. Event loop only.
+
+    Implements `SessionOpener` for the fd socket, and `FdSender` for the sessions.
+
+    Args:
+        calls: Do the work.
+        sessions: Begun and ended here.
+        sender: The fd socket's sending side.
+        message_nbytes_max: Of a request.
+    """
+
+    def __init__(self, *, calls: BlockCalls, sessions: Sessions, message_nbytes_max: int) -> None:
+        """See the class."""
+        self.calls = calls
+        self.sessions = sessions
+        self.message_nbytes_max = message_nbytes_max
+        self.sender: FdSender | None = None
+        self.served: dict[int, tuple[type[Message], _Served]] = {
+            pb.CALL_METHOD_OPEN_NAMESPACE: (pb.OpenNamespaceRequest, calls.open_namespace),
+            pb.CALL_METHOD_LOOKUP: (pb.LookupRequest, calls.lookup),
+            pb.CALL_METHOD_ACQUIRE: (pb.AcquireRequest, calls.acquire),
+            pb.CALL_METHOD_RELEASE: (pb.ReleaseRequest, calls.release),
+            pb.CALL_METHOD_RENEW: (pb.RenewRequest, calls.renew),
+        }
+        self._connections: dict[int, _Connection] = {}
+
+    async def open(self, facts: HelloFacts) -> Welcome:
+        """Begins a session, and gives it a call socket.
+
+        Raises:
+            KVKeepError: As `Sessions.open`.
+            OSError: No descriptors.
+        """
+        welcome = await self.sessions.open(facts)
+        session = self.sessions.get(welcome.token)
+        try:
+            own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+            offer = FdOffer(FdKind.CALLS, 0, 0, theirs.detach())
+            welcome = replace(welcome, fds=[*welcome.fds, offer])
+            own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_NBYTES)
+            connection = _Connection(self, session)
+            self._connections[session.session_id] = connection
+            loop = asyncio.get_running_loop()
+            await loop.create_unix_connection(lambda: connection, sock=own)
+        except BaseException:
+            close_offers(welcome.fds)
+            self.end(session.session_id, "no call socket")
+            raise
+        return welcome
+
+    def end(self, session_id: int, reason: str) -> None:
+        """Ends a session. Idempotent."""
+        self._drop(session_id)
+        self.sessions.end(session_id, reason)
+
+    def send(self, session_id: int, sequence: int, fds: list[FdOffer]) -> None:
+        """See `FdSender`."""
+        assert self.sender is not None
+        self.sender.send(session_id, sequence, fds)
+
+    def hang_up(self, session_id: int) -> None:
+        """See `FdSender`: the session ended otherwise than by EOF."""
+        self._drop(session_id)
+        assert self.sender is not None
+        self.sender.hang_up(session_id)
+
+    def _drop(self, session_id: int) -> None:
+        connection = self._connections.pop(session_id, None)
+        if connection is not None:
+            connection.close()
+
+
+class _Connection(asyncio.Protocol):
+    """The daemon's end of one call socket."""
+
+    def __init__(self, sockets: CallSockets, session: Session) -> None:
+        self._sockets = sockets
+        self._session = session
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._unread = bytearray()
+        self._next_turn: asyncio.Handle | None = None
+        self._unsent = False
+
+    # --- what asyncio calls
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        transport.set_write_buffer_limits(high=_UNSENT_NBYTES_MAX)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._unread += data
+        if self._next_turn is None:
+            self._serve()
+
+    def pause_writing(self) -> None:
+        self._unsent = True
+        self._read_or_pause()
+
+    def resume_writing(self) -> None:
+        self._unsent = False
+        if self._next_turn is None:
+            self._serve()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self._sockets.end(self._session.session_id, "the call socket was closed")
+
+    def close(self) -> None:
+        """Lets go; what is in the kernel's hands still arrives."""
+        if self._next_turn is not None:
+            self._next_turn.cancel()
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            # Who does not read must not keep it open.
+            unsent = transport.get_write_buffer_size() > 0
+            (transport.abort if unsent else transport.close)()
+
+    # --- calls
+
+    def _serve(self) -> None:
+        """Serves what has arrived whole, for one turn."""
+        self._next_turn = None
+        until_s = self._loop.time() + _TURN_S
+        unread, at = self._unread, 0
+        while self._transport is not None and len(unread) >= at + HEADER.size:
+            nbytes, method, _, _, call_id = HEADER.unpack_from(unread, at)
+            if nbytes > self._sockets.message_nbytes_max:
+                reason = f"sent a call of {nbytes} bytes"
+                self._sockets.end(self._session.session_id, reason)
+                return
+            start, end = at + HEADER.size, at + HEADER.size + nbytes
+            if len(unread) < end:
+                break
+            at = end
+            self._call(method, call_id, bytes(memoryview(unread)[start:end]))
+            if self._unsent:
+                break
+            if self._loop.time() > until_s:
+                self._next_turn = self._loop.call_soon(self._serve)
+                break
+        del unread[:at]
+        self._read_or_pause()
+
+    def _read_or_pause(self) -> None:
+        if self._transport is not None:
+            if self._unsent or self._next_turn is not None:
+                self._transport.pause_reading()
+            else:
+                self._transport.resume_reading()
+
+    def _call(self, method: int, call_id: int, payload: bytes) -> None:
+        self._sockets.sessions.alive(self._session)
+        try:
+            found = self._sockets.served.get(method)
+            if found is not None:
+                kind, served = found
+                answer = served(self._session, kind.FromString(payload))
+                self._reply(call_id, _OK, answer.SerializeToString())
+            elif method == pb.CALL_METHOD_COMMIT:
+                request = pb.CommitRequest.FromString(payload)
+                running = self._sockets.calls.begin_commit(self._session, request)
+                running.add_done_callback(partial(self._committed, call_id))
+            else:
+                sentence = f"call {method}: not one of CallMethod in block_cache.proto"
+                self._reply(call_id, _number(grpc.StatusCode.UNIMPLEMENTED), sentence.encode())
+        except DecodeError:
+            sentence = f"call {method}: the payload is not its request message"
+            self._reply(call_id, _number(grpc.StatusCode.INVALID_ARGUMENT), sentence.encode())
+        except KVKeepError as error:
+            self._refuse(call_id, error)
+
+    def _committed(self, call_id: int, done: asyncio.Task[NDArray[np.uint8]]) -> None:
+        error = done.exception()
+        if isinstance(error, KVKeepError):
+            self._refuse(call_id, error)
+        elif error is not None:
+            # A bug, which the loop logs; the client learns by EOF.
+            self._sockets.end(self._session.session_id, "a commit failed")
+            raise error
+        else:
+            answer = convert.commit_message(done.result())
+            self._reply(call_id, _OK, answer.SerializeToString())
+
+    def _refuse(self, call_id: int, error: KVKeepError) -> None:
+        retry_after_ms = 0
+        if isinstance(error, ResourceExhaustedError):
+            retry_after_ms = max(1, round(error.retry_after_s * 1000))
+        status = _number(convert.status_code(error))
+        self._reply(call_id, status, str(error).encode(), retry_after_ms)
+
+    def _reply(self, call_id: int, status: int, payload: bytes, retry_after_ms: int = 0) -> None:
+        if self._transport is not None:
+            header = HEADER.pack(len(payload), status, 0, retry_after_ms, call_id)
+            self._transport.write(header + payload)
+
+
+def _number(code: grpc.StatusCode) -> int:
+    number: int = code.value[0]
+    return number

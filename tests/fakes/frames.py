@@ -1,0 +1,76 @@
+"""The daemon's end of a call socket, for a fake daemon: frames to methods of its servicer."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from contextlib import suppress
+from typing import Any
+
+from kvkeep.v1 import block_cache_pb2 as pb
+
+HEADER = struct.Struct("<IHHII")
+CALLS: dict[int, tuple[str, Any]] = {
+    pb.CALL_METHOD_OPEN_NAMESPACE: ("OpenNamespace", pb.OpenNamespaceRequest),
+    pb.CALL_METHOD_LOOKUP: ("Lookup", pb.LookupRequest),
+    pb.CALL_METHOD_ACQUIRE: ("Acquire", pb.AcquireRequest),
+    pb.CALL_METHOD_RELEASE: ("Release", pb.ReleaseRequest),
+    pb.CALL_METHOD_RENEW: ("Renew", pb.RenewRequest),
+    pb.CALL_METHOD_COMMIT: ("Commit", pb.CommitRequest),
+}
+
+
+class _AbortedError(Exception):
+    pass
+
+
+class _Context:
+    """What a servicer uses of gRPC's."""
+
+    def __init__(self, token: bytes) -> None:
+        self._token = token
+        self.status, self.details, self.retry_after_ms = 0, "", 0
+
+    def invocation_metadata(self) -> tuple[tuple[str, bytes], ...]:
+        return (("kvkeep-session-bin", self._token),)
+
+    def set_trailing_metadata(self, trailing: Any) -> None:
+        self.retry_after_ms = int(dict(trailing).get("kvkeep-retry-after-ms", 0))
+
+    def abort(self, code: Any, details: str) -> None:
+        self.status, self.details = code.value[0], details
+        raise _AbortedError
+
+
+def received(sock: socket.socket, nbytes: int) -> bytes:
+    """So many bytes. Raises EOFError."""
+    parts = b""
+    while len(parts) < nbytes:
+        part = sock.recv(nbytes - len(parts))
+        if not part:
+            raise EOFError
+        parts += part
+    return parts
+
+
+def serve(sock: socket.socket, servicer: Any, token: bytes) -> None:
+    """Answers calls until the other end or this one is closed, each in a thread of its own."""
+    lock = threading.Lock()
+
+    def answer(method: int, call_id: int, payload: bytes) -> None:
+        name, kind = CALLS[method]
+        context = _Context(token)
+        try:
+            answer = getattr(servicer, name)(kind.FromString(payload), context).SerializeToString()
+        except _AbortedError:
+            answer = context.details.encode()
+        header = HEADER.pack(len(answer), context.status, 0, context.retry_after_ms, call_id)
+        with lock, suppress(OSError):
+            sock.sendall(header + answer)
+
+    with suppress(EOFError, OSError):
+        while True:
+            nbytes, method, _, _, call_id = HEADER.unpack(received(sock, HEADER.size))
+            call = (method, call_id, received(sock, nbytes))
+            threading.Thread(target=answer, args=call, daemon=True).start()

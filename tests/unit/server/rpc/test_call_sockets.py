@@ -1,0 +1,330 @@
+"""Call sockets: the same answers as on gRPC, in whatever pieces calls come, whoever sends them."""
+
+import asyncio
+import os
+import random
+import socket
+import struct
+from contextlib import asynccontextmanager
+
+import pytest
+
+from kvkeep.v1 import block_cache_pb2 as pb
+from kvkeep_server.core.errors import ResourceExhaustedError
+from kvkeep_server.rpc import call_sockets
+from kvkeep_server.rpc.block_calls import BlockCalls, ClientLimits
+from kvkeep_server.rpc.call_sockets import CallSockets
+from kvkeep_server.service.session_memory import FdKind
+from tests.fakes.core_harness import Harness, block_of, hello, keys_of
+
+HEADER = struct.Struct("<IHHII")
+OK, INVALID_ARGUMENT, NOT_FOUND, RESOURCE_EXHAUSTED, UNIMPLEMENTED = 0, 3, 5, 8, 12
+MESSAGE_MAX = 1 << 20
+BLOCK = 4096
+
+
+class Sender:
+    """The fd socket's sending side."""
+
+    def __init__(self):
+        self.hung_up = []
+
+    def send(self, session_id, sequence, fds):
+        for offer in fds:
+            os.close(offer.fd)
+
+    def hang_up(self, session_id):
+        self.hung_up.append(session_id)
+
+
+class Client:
+    """The other end, on the same loop."""
+
+    def __init__(self, sock, session):
+        self.sock = sock
+        self.session = session
+        self._loop = asyncio.get_running_loop()
+
+    async def send(self, data):
+        await self._loop.sock_sendall(self.sock, data)
+
+    async def received(self, nbytes):
+        data = b""
+        while len(data) < nbytes:
+            part = await self._loop.sock_recv(self.sock, nbytes - len(data))
+            if not part:
+                raise EOFError
+            data += part
+        return data
+
+    async def reply(self):
+        """(call id, status, retry after in ms, payload)."""
+        nbytes, status, zero, retry_after_ms, call_id = HEADER.unpack(await self.received(16))
+        assert zero == 0
+        return call_id, status, retry_after_ms, await self.received(nbytes)
+
+    async def call(self, method, request, call_id=1):
+        await self.send(frame(method, request, call_id))
+        got, status, _, payload = await self.reply()
+        assert got == call_id
+        return status, payload
+
+    async def ended(self):
+        with pytest.raises((EOFError, ConnectionResetError)):
+            await self.received(1 << 30)
+
+
+def frame(method, request, call_id=1):
+    payload = request if isinstance(request, bytes) else request.SerializeToString()
+    return HEADER.pack(len(payload), method, 0, 0, call_id) + payload
+
+
+SPEC = pb.NamespaceSpec(
+    model="m",
+    weights_fingerprint="w",
+    engine="e",
+    layout_version="1",
+    kv_dtype="d",
+    hash_algorithm="h",
+    key_nbytes=32,
+    groups=[
+        pb.GroupSpec(name="kv", kind=pb.GROUP_KIND_FULL, tokens_per_block=16, block_nbytes=BLOCK)
+    ],
+)
+OPEN = pb.OpenNamespaceRequest(spec=SPEC, layout_version=1)
+
+
+@asynccontextmanager
+async def attached(harness, clients=1):
+    """The call sockets of a core, and clients; nothing of them is left behind."""
+    core = harness.core
+    limits = ClientLimits(1024, BLOCK, 1 << 20, 30.0, 30.0, MESSAGE_MAX)
+    calls = BlockCalls(service=core.service, limits=limits, server_epoch=1)
+    sockets = CallSockets(calls=calls, sessions=core.sessions, message_nbytes_max=MESSAGE_MAX)
+    sockets.sender = Sender()
+    core.sessions.sender = sockets
+    opened = []
+    for _ in range(clients):
+        welcome = await sockets.open(hello())
+        for offer in welcome.fds:
+            if offer.kind is FdKind.CALLS:
+                sock = socket.socket(fileno=offer.fd)
+                sock.setblocking(False)  # noqa: FBT003 - the name says it
+            else:
+                os.close(offer.fd)
+        opened.append(Client(sock, core.sessions.get(welcome.token)))
+    yield (sockets, *opened)
+    for client in opened:
+        client.sock.close()
+    async with asyncio.timeout(10):
+        while len(core.sessions) or sockets._connections:  # noqa: ASYNC110 - nobody tells
+            await asyncio.sleep(0.001)
+
+
+def commit_of(session, keys, set_index=0):
+    """A Commit of one block a key, laid into staging."""
+    offsets = [at * BLOCK for at in range(len(keys))]
+    for offset, key in zip(offsets, keys, strict=True):
+        session.staging.buffer[offset : offset + BLOCK] = block_of(key)
+    packed = struct.pack(f"<{len(keys)}Q", *offsets)
+    group = pb.StagedGroup(group=0, staging_offsets=packed)
+    return pb.CommitRequest(set_index=set_index, keys=b"".join(keys), groups=[group])
+
+
+def run(test, clients=1, **settings):
+    async def go(harness):
+        async with asyncio.timeout(30), attached(harness, clients) as everything:
+            await test(*everything)
+
+    with Harness(**settings) as harness:
+        harness.run(go(harness))
+
+
+def test_every_call_does_what_it_does_on_grpc():
+    async def test(sockets, client):
+        status, payload = await client.call(pb.CALL_METHOD_OPEN_NAMESPACE, OPEN)
+        opened = pb.OpenNamespaceResponse.FromString(payload)
+        assert (status, opened.limits.message_nbytes_max) == (OK, MESSAGE_MAX)
+        keys = keys_of("chain", 5)
+        status, payload = await client.call(pb.CALL_METHOD_COMMIT, commit_of(client.session, keys))
+        assert (status, pb.CommitResponse.FromString(payload).stored) == (OK, 5)
+        packed = b"".join(keys)
+        status, payload = await client.call(
+            pb.CALL_METHOD_LOOKUP, pb.LookupRequest(set_index=0, keys=packed)
+        )
+        assert pb.LookupResponse.FromString(payload).prefix_blocks == 5
+        status, payload = await client.call(
+            pb.CALL_METHOD_ACQUIRE, pb.AcquireRequest(set_index=0, keys=packed)
+        )
+        lease = pb.AcquireResponse.FromString(payload)
+        assert (status, lease.leased_blocks) == (OK, 5)
+        ids = [lease.lease_id]
+        status, payload = await client.call(
+            pb.CALL_METHOD_RENEW, pb.RenewRequest(lease_ids=ids, lease_ttl_ms=1000)
+        )
+        assert list(pb.RenewResponse.FromString(payload).status) == [pb.RENEW_STATUS_RENEWED]
+        status, payload = await client.call(
+            pb.CALL_METHOD_RELEASE, pb.ReleaseRequest(lease_ids=ids)
+        )
+        assert pb.ReleaseResponse.FromString(payload).released == 1
+
+    run(test)
+
+
+def test_every_number_of_the_wire_is_served():
+    async def test(sockets, client):
+        served = {pb.CALL_METHOD_COMMIT, *sockets.served}
+        assert served == set(pb.CallMethod.values()) - {pb.CALL_METHOD_UNSPECIFIED}
+
+    run(test)
+
+
+def test_errors_have_the_numbers_and_sentences_of_grpc(monkeypatch):
+    async def test(sockets, client):
+        asked = pb.AcquireRequest(set_index=9, keys=b"k" * 32)
+        status, sentence = await client.call(pb.CALL_METHOD_ACQUIRE, asked)
+        assert status == NOT_FOUND
+        assert b"call OpenNamespace" in sentence
+        status, sentence = await client.call(pb.CALL_METHOD_ACQUIRE, b"\xff\xff\xff")
+        assert status == INVALID_ARGUMENT
+        for method in (0, 77, 65535):
+            status, sentence = await client.call(method, b"")
+            assert status == UNIMPLEMENTED
+            assert str(method).encode() in sentence
+
+        def refuse(*_):
+            raise ResourceExhaustedError("enough", retry_after_s=0.25)
+
+        monkeypatch.setattr(sockets.calls.service, "begin_commit", refuse)
+        await client.send(frame(pb.CALL_METHOD_COMMIT, pb.CommitRequest(), 6))
+        assert await client.reply() == (6, RESOURCE_EXHAUSTED, 250, b"enough")
+        # None of it ended the session.
+        assert (await client.call(pb.CALL_METHOD_OPEN_NAMESPACE, OPEN))[0] == OK
+
+    run(test)
+
+
+def test_calls_come_in_any_pieces_and_many_at_once():
+    async def test(sockets, client):
+        calls = [frame(pb.CALL_METHOD_OPEN_NAMESPACE, OPEN, number) for number in range(60)]
+        stream, source = b"".join(calls), random.Random(4)
+        replies = asyncio.create_task(_replies(client, len(calls)))
+        while stream:
+            step = source.choice([1, 3, 15, 16, 17, 200, 5000])
+            await client.send(stream[:step])
+            stream = stream[step:]
+            await asyncio.sleep(0)
+        assert sorted(await replies) == list(range(60))
+
+    run(test)
+
+
+async def _replies(client, count):
+    return [(await client.reply())[0] for _ in range(count)]
+
+
+def test_commits_overlap_and_answer_when_they_are_done():
+    async def test(sockets, client):
+        await client.call(pb.CALL_METHOD_OPEN_NAMESPACE, OPEN)
+        keys = keys_of("chain", 3)
+        # The second waits for the first, which stores the same keys; the look-up overtakes both.
+        commit = frame(pb.CALL_METHOD_COMMIT, commit_of(client.session, keys), 11)
+        again = frame(pb.CALL_METHOD_COMMIT, commit_of(client.session, keys), 12)
+        look = frame(pb.CALL_METHOD_LOOKUP, pb.LookupRequest(set_index=0, keys=keys[0]), 13)
+        await client.send(commit + again + look)
+        replies = {(await client.reply())[0]: None for _ in range(3)}
+        assert set(replies) == {11, 12, 13}
+
+    run(test)
+
+
+def test_one_clients_flood_does_not_hold_up_another(monkeypatch):
+    """A turn of the loop serves one client for a bounded time."""
+    monkeypatch.setattr(call_sockets, "_TURN_S", 0.0)
+
+    async def test(sockets, flooding, other):
+        flood = frame(pb.CALL_METHOD_OPEN_NAMESPACE, OPEN) * 500
+        sending = asyncio.create_task(flooding.send(flood))
+        replies = asyncio.create_task(_replies(flooding, 500))
+        await flooding.received(0)
+        await other.call(pb.CALL_METHOD_OPEN_NAMESPACE, OPEN)
+        assert not replies.done()
+        await sending
+        await replies
+
+    run(test, clients=2)
+
+
+def test_who_does_not_read_is_not_read_from(monkeypatch):
+    monkeypatch.setattr(call_sockets, "_UNSENT_NBYTES_MAX", 4096)
+
+    async def test(sockets, client):
+        flood = frame(pb.CALL_METHOD_OPEN_NAMESPACE, OPEN) * 20_000
+        sending = asyncio.create_task(client.send(flood))
+        done, _ = await asyncio.wait([sending], timeout=0.5)
+        assert not done
+        (connection,) = sockets._connections.values()
+        assert connection._transport.get_write_buffer_size() < 64 * 1024
+        assert len(connection._unread) <= 512 * 1024
+        # When it reads, it gets all its answers.
+        assert len(await _replies(client, 20_000)) == 20_000
+        await sending
+
+    run(test)
+
+
+@pytest.mark.parametrize("nbytes", [MESSAGE_MAX + 1, 2**32 - 1])
+def test_a_call_above_the_limit_ends_the_session(nbytes):
+    async def test(sockets, client):
+        await client.send(HEADER.pack(nbytes, pb.CALL_METHOD_LOOKUP, 0, 0, 1))
+        await client.ended()
+        assert client.session.over
+        assert sockets.sender.hung_up == [client.session.session_id]
+
+    run(test)
+
+
+def test_closing_the_call_socket_ends_the_session():
+    async def test(sockets, client):
+        client.sock.close()
+        async with asyncio.timeout(10):
+            while not client.session.over:  # noqa: ASYNC110 - nobody tells
+                await asyncio.sleep(0.001)
+
+    run(test)
+
+
+def test_the_end_of_the_session_closes_the_call_socket():
+    async def test(sockets, by_fd_socket, by_silence):
+        sockets.end(by_fd_socket.session.session_id, "EOF on the fd socket")
+        await by_fd_socket.ended()
+        sockets.sessions.end(by_silence.session.session_id, "silent")
+        await by_silence.ended()
+        assert by_silence.session.session_id in sockets.sender.hung_up
+
+    run(test, clients=2)
+
+
+def test_a_call_is_a_sign_of_life():
+    async def test(sockets, client):
+        client.session.seen_s = 0.0
+        await client.call(pb.CALL_METHOD_OPEN_NAMESPACE, OPEN)
+        assert client.session.seen_s > 0.0
+
+    run(test)
+
+
+def test_without_a_descriptor_there_is_no_session(monkeypatch):
+    def none(*_):
+        raise OSError(24, "Too many open files")
+
+    async def test(sockets):
+        before = set(os.listdir("/proc/self/fd"))
+        monkeypatch.setattr(call_sockets.socket, "socketpair", none)
+        with pytest.raises(OSError, match="Too many"):
+            await sockets.open(hello())
+        monkeypatch.undo()
+        assert len(sockets.sessions) == 0
+        assert set(os.listdir("/proc/self/fd")) == before
+
+    run(test, clients=0)
