@@ -207,6 +207,10 @@ class Harness:
             at += len(of_group) * stride
         return groups
 
+    async def seal(self, session: Session, order: CommitOrder) -> NDArray[np.uint8]:
+        """A commit whose caller may be cancelled, as one on gRPC may."""
+        return await asyncio.shield(self.core.service.begin_commit(session, order))
+
     async def commit(
         self,
         session: Session,
@@ -221,7 +225,7 @@ class Harness:
         order = CommitOrder(
             opened.spaces.index, rank, parent, b"".join(keys), groups, AckLevel.RAM, Hints()
         )
-        status = await self.core.service.commit(session, order)
+        status = await self.seal(session, order)
         return [CommitStatus(s) for s in status.tolist()]
 
     async def store(

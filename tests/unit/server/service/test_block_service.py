@@ -92,7 +92,7 @@ def test_an_offset_outside_staging_or_off_the_grid_is_refused(
     for offsets in ([offset, 0], [0, offset]):
         wrong = order(opened, keys_of("a", 2), [(0, b"", packed(*offsets))])
         with pytest.raises(InvalidArgumentError) as refusal:
-            core.run(service.commit(session, wrong))
+            core.run(core.seal(session, wrong))
         assert str(refusal.value).startswith(f"groups.staging_offsets is {offset}; allowed: ")
         assert f"0 to {STAGING - 4096}" in str(refusal.value)
     assert session.copies == 0
@@ -101,9 +101,7 @@ def test_an_offset_outside_staging_or_off_the_grid_is_refused(
 def test_the_last_place_in_staging_may_be_used(core, session, opened, service):
     last = STAGING - 4096
     session.staging.buffer[last:] = b"z" * 4096
-    status = core.run(
-        service.commit(session, order(opened, keys_of("a", 1), [(0, b"", packed(last))]))
-    )
+    status = core.run(core.seal(session, order(opened, keys_of("a", 1), [(0, b"", packed(last))])))
     assert status.tolist() == [CommitStatus.STORED]
     assert core.bytes_of(core.acquire(session, opened, keys_of("a", 1))) == [b"z" * 4096]
 
@@ -112,14 +110,14 @@ def test_a_block_that_is_larger_than_staging_is_refused_with_what_to_do(core, se
     small = core.session(4096)
     opened = core.open(small, spec(block_nbytes=8192))
     with pytest.raises(InvalidArgumentError, match="larger staging"):
-        core.run(service.commit(small, order(opened, keys_of("a", 1), [(0, b"", packed(0))])))
+        core.run(core.seal(small, order(opened, keys_of("a", 1), [(0, b"", packed(0))])))
 
 
 @pytest.mark.parametrize("nbytes", [0, 7, 8, 15, 17, 24])
 def test_offsets_must_be_one_a_key(core, session, opened, service, nbytes):
     wrong = order(opened, keys_of("a", 2), [(0, b"", bytes(nbytes))])
     with pytest.raises(InvalidArgumentError, match="allowed: 16 bytes"):
-        core.run(service.commit(session, wrong))
+        core.run(core.seal(session, wrong))
 
 
 GROUP = (0, b"", packed(0, 4096))
@@ -144,7 +142,7 @@ def test_every_full_group_is_committed_once_and_no_other(
 ):
     opened = core.open(session, spec(groups=groups))
     with pytest.raises(error, match="groups"):
-        core.run(service.commit(session, order(opened, keys_of("a", 2), staged)))
+        core.run(core.seal(session, order(opened, keys_of("a", 2), staged)))
 
 
 def test_a_refusal_fits_a_header_whatever_was_sent(core, session, service):
@@ -152,7 +150,7 @@ def test_a_refusal_fits_a_header_whatever_was_sent(core, session, service):
     many = [(number, b"", b"") for number in range(50_000)]
     for wrong in (order(opened, [], many), order(opened, [], [], rank=5000)):
         with pytest.raises(KVKeepError) as refusal:
-            core.run(service.commit(session, wrong))
+            core.run(core.seal(session, wrong))
         assert len(str(refusal.value)) < 1000
 
 
@@ -161,9 +159,9 @@ def test_a_full_group_has_a_block_for_every_key(core, session, opened, service, 
     raw = np.array(positions, "<u4").tobytes()
     wrong = order(opened, keys_of("a", 2), [(0, raw, packed(0, 4096))])
     with pytest.raises(InvalidArgumentError, match=r"groups\.positions"):
-        core.run(service.commit(session, wrong))
+        core.run(core.seal(session, wrong))
     right = order(opened, keys_of("a", 2), [(0, struct.pack("<2I", 0, 1), packed(0, 4096))])
-    assert core.run(service.commit(session, right)).tolist() == [CommitStatus.STORED] * 2
+    assert core.run(core.seal(session, right)).tolist() == [CommitStatus.STORED] * 2
 
 
 @pytest.mark.parametrize(
@@ -187,13 +185,13 @@ def test_what_is_wrong_with_a_commit_is_said_by_name(
     wrong = order(opened, keys_of("a", 1), [(0, b"", packed(0))])
     wrong = dataclasses.replace(wrong, **changes)
     with pytest.raises(error, match=names):
-        core.run(service.commit(session, wrong))
+        core.run(core.seal(session, wrong))
     assert session.copies == 0
 
 
 def test_ram_is_what_an_unspecified_ack_level_means(core, session, opened, service):
     plain = order(opened, keys_of("a", 1), [(0, b"", packed(0))], ack_level=AckLevel.UNSPECIFIED)
-    assert core.run(service.commit(session, plain)).tolist() == [CommitStatus.STORED]
+    assert core.run(core.seal(session, plain)).tolist() == [CommitStatus.STORED]
 
 
 def test_a_handle_of_another_session_is_not_open_here(core, session, opened, service):
@@ -243,7 +241,7 @@ def test_no_order_breaks_the_service(keys, parent, groups, rank, set_index):
         core.open(session, spec(groups=TWO, tp_size=2))
         wild = order(opened, [keys], groups, parent_key=parent, rank=rank, set_index=set_index)
         try:
-            core.run(core.core.service.commit(session, wild))
+            core.run(core.seal(session, wild))
         except KVKeepError:
             assert core.core.residency.columns.used == 0
         core.check_at_rest()
