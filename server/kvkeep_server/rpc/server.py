@@ -12,12 +12,18 @@ from grpc_reflection.v1alpha import reflection
 from kvkeep.v1 import admin_pb2, admin_pb2_grpc, block_cache_pb2, block_cache_pb2_grpc
 from kvkeep_server.rpc.admin import AdminServicer
 from kvkeep_server.rpc.block_cache import BlockCacheServicer
+from kvkeep_server.rpc.interceptors import CallMeter
 from kvkeep_server.service.block_service import BlockService
 from kvkeep_server.tiers.ram.tier import RamTier
 
-_SERVICES = (
-    block_cache_pb2.DESCRIPTOR.services_by_name["BlockCache"].full_name,
-    admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name,
+_DESCRIPTORS = (
+    block_cache_pb2.DESCRIPTOR.services_by_name["BlockCache"],
+    admin_pb2.DESCRIPTOR.services_by_name["Admin"],
+)
+_SERVICES = tuple(service.full_name for service in _DESCRIPTORS)
+# Every call of ours by its full name; the stock services are not ours.
+METHODS = tuple(
+    f"/{service.full_name}/{method.name}" for service in _DESCRIPTORS for method in service.methods
 )
 # Names of the health service beside ours and the overall one (the empty name).
 _TIERS = ("kvkeep.tier.ram",)
@@ -47,10 +53,17 @@ class Server:
         ram: For its sizes.
         server_epoch: Of this daemon.
         limits: For clients, and of messages.
+        meter: Counts the calls of `METHODS`.
     """
 
     def __init__(
-        self, *, service: BlockService, ram: RamTier, server_epoch: int, limits: ClientLimits
+        self,
+        *,
+        service: BlockService,
+        ram: RamTier,
+        server_epoch: int,
+        limits: ClientLimits,
+        meter: CallMeter,
     ) -> None:
         """See the class. Needs a running loop, as grpc.aio does."""
         options = [
@@ -60,7 +73,7 @@ class Server:
             ("grpc.server.max_pending_requests_hard_limit", _PENDING_MAX),
             ("grpc.so_reuseport", 0),
         ]
-        self._server = grpc.aio.server(options=options)
+        self._server = grpc.aio.server(options=options, interceptors=[meter])
         block_cache_pb2_grpc.add_BlockCacheServicer_to_server(
             BlockCacheServicer(service=service, limits=_message(limits), server_epoch=server_epoch),
             self._server,
