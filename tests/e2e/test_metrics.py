@@ -12,7 +12,7 @@ import pytest
 import kvkeep
 from tests.fakes.daemon_process import DaemonProcess, running_daemon
 from tests.fakes.generated_blocks import chain_keys, spec, store_chain
-from tests.fakes.scraping import Page, free_port, get, port_in, scrape
+from tests.fakes.scraping import WAIT_S, Page, free_port, get, port_in, scrape
 
 SCRAPED = '[metrics]\nlisten = "127.0.0.1:0"\n'
 # Small enough that the load evicts, and that acquires are refused.
@@ -26,7 +26,7 @@ CHAINS = 60
 def engine(runtime_dir, seed: int, over: threading.Event) -> None:
     """Reads, stores, and asks for more leases than there are, until it is over."""
     source = random.Random(seed)
-    with kvkeep.connect(runtime_dir, timeout_s=30.0) as client, contextlib.ExitStack() as held:
+    with kvkeep.connect(runtime_dir, timeout_s=WAIT_S) as client, contextlib.ExitStack() as held:
         namespace = client.open_namespace(spec(BLOCK_NBYTES))
         while not over.is_set():
             keys = chain_keys(source.randrange(CHAINS), BLOCKS)
@@ -83,7 +83,7 @@ def test_every_page_adds_up_under_load(tmp_path, promise_count):
 
 
 def changed(counters: dict) -> dict:
-    """Without what the kernel counts, which changes from scrape to scrape of one page's readings."""
+    """Without what the kernel counts, which may differ where the readings are the same."""
     return {series: v for series, v in counters.items() if not series[0].startswith("process_")}
 
 
@@ -107,7 +107,7 @@ def eventful(page) -> bool:
 def test_tenants_are_no_series(tmp_path, promise_count):
     with running_daemon(tmp_path, MANY) as daemon:
         port = port_in(daemon.log)
-        with kvkeep.connect(daemon.runtime_dir, timeout_s=30.0) as client:
+        with kvkeep.connect(daemon.runtime_dir, timeout_s=WAIT_S) as client:
             client.open_namespace(spec(BLOCK_NBYTES, tenant="first"))
             before = page_with(port, "kvkeep_namespaces", 1)
             for number in range(promise_count):
@@ -120,7 +120,7 @@ def test_tenants_are_no_series(tmp_path, promise_count):
 
 def page_with(port: int, name: str, value: int) -> Page:
     """A page on which a gauge has come to a value: the next one may be a moment old."""
-    deadline = time.monotonic() + 30.0
+    deadline = time.monotonic() + WAIT_S
     while (page := scrape(port)).sum(name) != value:
         assert time.monotonic() < deadline
     return page
@@ -137,7 +137,9 @@ def test_killed_in_a_scrape_it_serves_again(tmp_path, promise_count):
         for _ in range(promise_count):
             with contextlib.ExitStack() as held:
                 scrapers = [
-                    held.enter_context(socket.create_connection(("127.0.0.1", port), timeout=30.0))
+                    held.enter_context(
+                        socket.create_connection(("127.0.0.1", port), timeout=WAIT_S)
+                    )
                     for _ in range(5)
                 ]
                 for scraper in scrapers[:3]:
@@ -154,7 +156,7 @@ def test_a_scraper_does_not_hold_the_end_up(tmp_path):
     with running_daemon(tmp_path, LOADED) as daemon:
         port = port_in(daemon.log)
         assert get(port, "/readyz")[0] == get(port, "/healthz")[0] == 200
-        with socket.create_connection(("127.0.0.1", port), timeout=30.0) as silent:
+        with socket.create_connection(("127.0.0.1", port), timeout=WAIT_S) as silent:
             silent.sendall(b"GET /met")
             assert daemon.end(signal.SIGTERM) == 0
             assert silent.recv(100) == b""
@@ -168,7 +170,7 @@ def test_a_port_that_is_taken_is_one_line(tmp_path):
             tmp_path / "second", f'[metrics]\nlisten = "127.0.0.1:{port}"\n[ram]\nsize = "16MiB"'
         )
         second.launch()
-        assert second.process.wait(30) == 1
+        assert second.process.wait(WAIT_S) == 1
         (line,) = second.log.splitlines()
         assert f"metrics.listen is 127.0.0.1:{port}: Address already in use; name" in line
         assert not second.socket.exists()

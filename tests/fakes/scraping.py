@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvkeep_server.metrics.catalog import CATALOG, MetricKind
 
 Series = tuple[str, frozenset[tuple[str, str]]]
-WAIT_S = 30.0
+WAIT_S = 120.0
 
 
 @dataclass(slots=True)

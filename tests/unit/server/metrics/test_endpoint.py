@@ -14,7 +14,7 @@ from kvkeep_server.metrics.endpoint import Endpoint, EndpointLimits
 from kvkeep_server.metrics.readings import Reading
 from tests.fakes.scraping import Page, get
 
-WAIT_S = 30.0
+WAIT_S = 120.0
 
 
 class FakeReadings:
