@@ -155,7 +155,7 @@ class Readings:
         ages, reuse = residency.evicted_ages.value(), residency.reuse_ages.value()
         yield Reading("kvkeep_block_age_at_eviction_seconds", tier, ages)
         yield Reading("kvkeep_block_reuse_age_seconds", tier, reuse)
-        yield Reading("kvkeep_tier_blocks", tier, residency.columns.used)
+        yield Reading("kvkeep_tier_blocks", tier, residency.table.live_rows)
         yield Reading("kvkeep_tier_payload_bytes", tier, residency.payload_nbytes)
         yield Reading("kvkeep_tier_used_bytes", tier, pool.used_nbytes)
         yield Reading("kvkeep_tier_limit_bytes", tier, pool.limit_nbytes)
