@@ -63,6 +63,9 @@ _OPTIONS: Final = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.enable_http_proxy", 0),
 )
+# A commit copies: looking for its reply would take a core from the daemon. A release is made behind
+# the work: nobody waits for it.
+_UNHURRIED: Final = frozenset({CallMethod.CALL_METHOD_COMMIT, CallMethod.CALL_METHOD_RELEASE})
 _SESSION_METADATA: Final = "kvkeep-session-bin"
 _RETRY_AFTER_METADATA: Final = "kvkeep-retry-after-ms"
 
@@ -144,8 +147,7 @@ class Transport:
     ) -> Callable[[], bytes]:
         """Send a call; waits for its response when called."""
         calls = self._calls
-        # A commit copies: looking for its reply would take a core from the daemon.
-        quick = method != CallMethod.CALL_METHOD_COMMIT
+        quick = method not in _UNHURRIED
         pending = calls.begin(method, request, timeout_s, what, quick=quick)
 
         def wait() -> bytes:

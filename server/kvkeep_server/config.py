@@ -21,6 +21,7 @@ from kvkeep_server.core.memory_limit import (
     staging_nbytes_auto,
 )
 from kvkeep_server.core.quantities import format_size, show_size
+from kvkeep_server.core.settings_file import read_settings
 from kvkeep_server.core.settings_kinds import (
     AUTO,
     Choice,
@@ -28,6 +29,7 @@ from kvkeep_server.core.settings_kinds import (
     Duration,
     Flag,
     Kind,
+    Listen,
     Ratio,
     Size,
     SocketMode,
@@ -41,7 +43,6 @@ from kvkeep_server.tiers.ram.slabs import auto_slab_nbytes
 
 KiB, MiB, GiB, TiB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
 PAGE_NBYTES = 4 * KiB
-FILE_NBYTES_MAX = 1 * MiB
 
 
 class ConfigError(KVKeepError):
@@ -225,6 +226,19 @@ class LimitSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class MetricsSettings:
+    """The Prometheus endpoint: `/metrics`, `/healthz` and `/readyz` over HTTP."""
+
+    listen: str = _key(
+        "listen",
+        Listen(),
+        "",
+        "Where it listens; empty: nowhere. Open to all who reach it, without encryption; it names"
+        " nothing that is stored.",
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class LogSettings:
     """What is written to standard error."""
 
@@ -249,6 +263,7 @@ class Settings:
     sessions: SessionSettings
     leases: LeaseSettings
     limits: LimitSettings
+    metrics: MetricsSettings
     log: LogSettings
 
 
@@ -306,7 +321,11 @@ def load(path: Path | None, memory: MemoryLimit) -> Loaded:
     """
     if path is None:
         return parse("", "the embedded default", memory)
-    return parse(_read(path), str(path), memory)
+    try:
+        text = read_settings(path)
+    except ValueError as error:
+        raise ConfigError(str(path), (str(error),)) from error
+    return parse(text, str(path), memory)
 
 
 def parse(text: str, source: str, memory: MemoryLimit) -> Loaded:
@@ -332,22 +351,6 @@ def parse(text: str, source: str, memory: MemoryLimit) -> Loaded:
         for table, settings_class in TABLES.items()
     }
     return Loaded(Settings(**tables), origins, memory)
-
-
-def _read(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            content = file.read(FILE_NBYTES_MAX + 1)
-        text = content.decode() if len(content) <= FILE_NBYTES_MAX else None
-    except OSError as error:
-        problem = f"cannot be read: {error.strerror}; fix: name a readable TOML file, or none"
-    except UnicodeDecodeError as error:
-        problem = f"is not UTF-8 at byte {error.start}; fix: save the file as UTF-8"
-    else:
-        if text is not None:
-            return text
-        problem = f"is larger than {format_size(FILE_NBYTES_MAX)}; fix: name a TOML file"
-    raise ConfigError(str(path), (problem,))
 
 
 def _flat(tree: Mapping[str, Any]) -> dict[str, object]:

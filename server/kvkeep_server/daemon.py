@@ -3,8 +3,10 @@
 import asyncio
 import contextlib
 import gc
+import importlib.metadata
 import logging
 import os
+import platform
 import random
 import signal
 import socket
@@ -17,17 +19,22 @@ from pathlib import Path
 from kvkeep_server.config import Settings
 from kvkeep_server.core.clock import Clock
 from kvkeep_server.core.errors import FailedPreconditionError
+from kvkeep_server.core.histogram import DURATION_BOUNDS_S, Histogram
 from kvkeep_server.core.huge_pages import HugePages
 from kvkeep_server.core.memory_limit import MemoryLimit, read_memory_limit
 from kvkeep_server.core.ownership import Ownership
 from kvkeep_server.core.process import forbid_inspection, raise_descriptor_limit
+from kvkeep_server.core.settings_kinds import listen_address
 from kvkeep_server.index.table import IndexTable
+from kvkeep_server.metrics.endpoint import Endpoint
+from kvkeep_server.metrics.readings import Facts, Readings
 from kvkeep_server.policies.registry import admission_policy, eviction_policy
 from kvkeep_server.rpc.admin import AdminServicer
 from kvkeep_server.rpc.block_calls import BlockCalls, ClientLimits
 from kvkeep_server.rpc.call_sockets import CallSockets
 from kvkeep_server.rpc.fd_handover import FdHandover
-from kvkeep_server.rpc.server import Server
+from kvkeep_server.rpc.interceptors import CallMeter
+from kvkeep_server.rpc.server import METHODS, Server
 from kvkeep_server.service.block_service import BlockService, ServiceLimits
 from kvkeep_server.service.namespaces import Namespaces
 from kvkeep_server.service.session_memory import FdKind, FdOffer, SessionMemory
@@ -264,23 +271,27 @@ class Daemon:
         stop = _stop_signal()
         # One pool for all that blocks; asyncio's own would be as large as the host.
         asyncio.get_running_loop().set_default_executor(core.executor)
-        server, handover = self._listeners(core, directory)
-        mode = self._settings.server.socket_mode
+        server, handover, readings = self._front(core, directory)
+        scraped = _scraped(self._settings.metrics.listen, readings, self._clock)
         try:
-            await server.start(directory / SOCKET_NAME, mode)
+            await server.start(directory / SOCKET_NAME, self._settings.server.socket_mode)
             handover.start()
         except (OSError, RuntimeError) as error:
+            scraped.close()
             await server.stop(0)
             (directory / SOCKET_NAME).unlink(missing_ok=True)
             msg = f"cannot listen in {directory}: {error}; name another --runtime-dir"
             raise FailedPreconditionError(msg) from error
         await server.say_serving()
+        readings.serving = True
         # What was built to start lives as long as the daemon: no collection needs to look at it.
         gc.freeze()
         _log.info(
             "serving", extra={"runtime_dir": str(directory), "server_epoch": self._server_epoch}
         )
-        upkeep = asyncio.create_task(_upkeep(core, self._clock, self._settings.sessions.timeout_s))
+        upkeep = asyncio.create_task(
+            _upkeep(core, self._clock, self._settings.sessions.timeout_s, readings.loop_lag)
+        )
         stopped = asyncio.create_task(stop.wait())
         try:
             # Upkeep ends by a broken invariant only: then it is better not to serve at all.
@@ -289,6 +300,7 @@ class Daemon:
                 upkeep.result()
         finally:
             stopped.cancel()
+            readings.serving = False
             await server.say_draining()
             _log.info("draining")
             core.sessions.tell_all("draining", {"grace_ms": round(_DRAIN_S * 1000)})
@@ -300,11 +312,13 @@ class Daemon:
                 core.sessions.end(session.session_id, "daemon stops")
             await server.stop(1.0)
             handover.close()
+            scraped.close()
             (directory / SOCKET_NAME).unlink(missing_ok=True)
             (directory / FD_SOCKET_NAME).unlink(missing_ok=True)
 
-    def _listeners(self, core: Core, directory: Path) -> tuple[Server, FdHandover]:
-        """What speaks with clients, wired and not yet listening."""
+    def _front(self, core: Core, directory: Path) -> tuple[Server, FdHandover, Readings]:
+        """What clients and scrapers meet; nothing of it is started."""
+        meter = CallMeter(methods=METHODS, clock=self._clock)
         limits = self._client_limits(core)
         calls = BlockCalls(service=core.service, limits=limits, server_epoch=self._server_epoch)
         server = Server(
@@ -312,17 +326,28 @@ class Daemon:
             admin=AdminServicer(
                 service=core.service, ram=core.ram, server_epoch=self._server_epoch
             ),
+            meter=meter,
             message_nbytes_max=limits.message_nbytes_max,
         )
         sockets = CallSockets(
-            calls=calls, sessions=core.sessions, message_nbytes_max=limits.message_nbytes_max
+            calls=calls,
+            sessions=core.sessions,
+            meter=meter,
+            message_nbytes_max=limits.message_nbytes_max,
         )
-        handover = FdHandover(
-            path=directory / FD_SOCKET_NAME, mode=self._settings.server.socket_mode, opener=sockets
-        )
+        mode = self._settings.server.socket_mode
+        handover = FdHandover(path=directory / FD_SOCKET_NAME, mode=mode, opener=sockets)
         sockets.sender = handover
         core.sessions.sender = sockets
-        return server, handover
+        readings = Readings(
+            service=core.service,
+            ram=core.ram,
+            calls=meter,
+            handover=handover,
+            loop_lag=Histogram(DURATION_BOUNDS_S),
+            facts=_facts(self._settings),
+        )
+        return server, handover, readings
 
     def _client_limits(self, core: Core) -> ClientLimits:
         settings = self._settings
@@ -336,6 +361,44 @@ class Daemon:
         )
 
 
+def _facts(settings: Settings) -> Facts:
+    """What the metrics say of this release and its settings."""
+    limits = {
+        "kvkeep_memory_limit_bytes": read_memory_limit().nbytes,
+        "kvkeep_commits_running_limit": settings.limits.commits_running_max,
+        "kvkeep_sessions_limit": settings.sessions.sessions_max,
+        "kvkeep_staging_limit_bytes": settings.sessions.staging_total_nbytes_max,
+        "kvkeep_namespaces_limit": settings.limits.namespaces_max,
+        "kvkeep_leases_limit": settings.leases.leases_max,
+    }
+    ram = settings.ram
+    return Facts(
+        build=(importlib.metadata.version("kvkeep"), platform.python_version()),
+        config=(ram.policy, ram.admission, str(ram.huge_pages).lower()),
+        limits=limits,
+    )
+
+
+def _scraped(listen: str, readings: Readings, clock: Clock) -> contextlib.ExitStack:
+    """The metrics endpoint, started if there is to be one; close what is returned.
+
+    Raises:
+        FailedPreconditionError: It cannot listen there.
+    """
+    ending = contextlib.ExitStack()
+    if listen:
+        host, port = listen_address(listen)
+        endpoint = Endpoint(host=host, port=port, readings=readings, clock=clock)
+        try:
+            endpoint.start()
+        except OSError as error:
+            msg = f"metrics.listen is {listen}: {error.strerror}; name another address or port"
+            raise FailedPreconditionError(msg) from error
+        _log.info("metrics", extra={"host": endpoint.address[0], "port": endpoint.address[1]})
+        ending.callback(endpoint.close)
+    return ending
+
+
 def _stop_signal() -> asyncio.Event:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -344,7 +407,7 @@ def _stop_signal() -> asyncio.Event:
     return stop
 
 
-async def _upkeep(core: Core, clock: Clock, session_timeout_s: float) -> None:
+async def _upkeep(core: Core, clock: Clock, session_timeout_s: float, loop_lag: Histogram) -> None:
     """Credits look-ups, ends what is over, grows the pool ahead of need. Ends with the daemon.
 
     After a time in which this process did not run (it was stopped, or its machine was) nothing is
@@ -360,4 +423,6 @@ async def _upkeep(core: Core, clock: Clock, session_timeout_s: float) -> None:
         if now_s >= judge_from_s:
             core.service.sweep()
         core.room.grow_ahead()
+        wake_s = clock.monotonic_s() + _UPKEEP_PERIOD_S
         await asyncio.sleep(_UPKEEP_PERIOD_S)
+        loop_lag.add_one(max(0.0, clock.monotonic_s() - wake_s))

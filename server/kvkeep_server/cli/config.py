@@ -1,4 +1,5 @@
-"""`kvkeep config check | show | reference`: what a settings file says, and what it could say."""
+"""`kvkeep config check | show | reference | metrics`: what a settings file says and could say, and
+what the daemon it sets up can be asked."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,6 +9,7 @@ import click
 from kvkeep_server.config import KEYS, TABLES, Key, Loaded, load, memory_plan
 from kvkeep_server.core.memory_limit import read_memory_limit
 from kvkeep_server.core.quantities import show_size
+from kvkeep_server.metrics.catalog import CATALOG, Label, series_max
 
 FILE = click.argument("file", required=False, type=click.Path(path_type=Path))
 
@@ -23,9 +25,19 @@ what is in effect. A key that is not here is refused.
 """
 
 
+METRICS_HEAD = """\
+# Metrics
+
+Printed by `kvkeep config metrics`; do not edit. Served by `/metrics` of `[metrics] listen`, in
+Prometheus's text format. Label values are from the lists below, whoever calls: at most {series}
+series. A histogram has `_bucket` (with `le`), `_sum` and `_count`. Counters begin at 0 when the
+daemon starts. Dashboard: `deploy/grafana/kvkeep.json`; alerts: `deploy/prometheus/rules.yml`.
+"""
+
+
 @click.group()
 def config() -> None:
-    """Check, show and explain the settings."""
+    """Check, show and explain the settings and the metrics."""
 
 
 @config.command()
@@ -60,6 +72,13 @@ def reference() -> None:
         click.echo(line)
 
 
+@config.command()
+def metrics() -> None:
+    """Print every metric, its labels and what it means, as Markdown."""
+    for line in metrics_lines():
+        click.echo(line)
+
+
 def effective(loaded: Loaded) -> Iterator[str]:
     """The lines of a file that gives exactly these settings on any machine with the memory."""
     yield f"# memory limit: {show_size(loaded.memory.nbytes)}, the {loaded.memory.source}"
@@ -84,6 +103,34 @@ def reference_lines() -> Iterator[str]:
         yield "|---|---|---|---|"
         for key in _keys_of(table):
             yield f"| `{key.name}` | {_default(key)} | {key.kind.allowed} | {key.meaning} |"
+
+
+def metrics_lines() -> Iterator[str]:
+    """The lines of deploy/METRICS.md."""
+    yield from METRICS_HEAD.format(series=series_max()).splitlines()
+    yield ""
+    yield "| metric | type | labels | meaning |"
+    yield "|---|---|---|---|"
+    for metric in CATALOG.values():
+        labels = ", ".join(f"`{label.name}`" for label in metric.labels)
+        yield f"| `{metric.name}` | {metric.kind} | {labels} | {metric.meaning} |"
+    yield ""
+    yield "| label | values |"
+    yield "|---|---|"
+    labels_by_name = {label.name: label for m in CATALOG.values() for label in m.labels}
+    for label in labels_by_name.values():
+        yield f"| `{label.name}` | {_values(label)} |"
+    yield ""
+    yield "| histogram | upper bounds of its buckets |"
+    yield "|---|---|"
+    for metric in CATALOG.values():
+        if metric.bounds:
+            bounds = ", ".join(f"{bound:g}" for bound in metric.bounds)
+            yield f"| `{metric.name}` | {bounds} |"
+
+
+def _values(label: Label) -> str:
+    return ", ".join(f"`{value}`" for value in label.values) or "one, for the life of the process"
 
 
 def _keys_of(table: str) -> Iterator[Key]:

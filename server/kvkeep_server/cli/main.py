@@ -11,6 +11,7 @@ import kvkeep as client
 from kvkeep_server.cli.bench import bench
 from kvkeep_server.cli.config import config
 from kvkeep_server.cli.demo import demo
+from kvkeep_server.cli.health import health
 from kvkeep_server.cli.serve import serve
 from kvkeep_server.config import ConfigError
 from kvkeep_server.core.errors import KVKeepError
@@ -27,7 +28,7 @@ def kvkeep() -> None:
     """A tiered store for the KV cache of LLM inference engines."""
 
 
-for command in (bench, config, demo, serve):
+for command in (bench, config, demo, health, serve):
     kvkeep.add_command(command)
 
 

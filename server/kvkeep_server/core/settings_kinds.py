@@ -5,6 +5,7 @@ sentence that begins with a verb. No I/O.
 """
 
 import difflib
+import ipaddress
 import math
 import re
 from collections.abc import Sequence
@@ -325,6 +326,47 @@ class Directory:
     def render(self, value: Value) -> str:
         """See `Kind`."""
         return f'"{value}"'
+
+
+@dataclass(frozen=True, slots=True)
+class Listen:
+    """An address and a port of this machine, or "" for none. No names: what they mean changes."""
+
+    allowed: str = 'an address and a port such as "127.0.0.1:9464" or "[::1]:9464", or ""'
+
+    def parse(self, raw: object, memory_nbytes: int) -> str:
+        """See `Kind`."""
+        del memory_nbytes
+        if not isinstance(raw, str):
+            raise ValueError('write both as a string, "127.0.0.1:9464" for instance')  # noqa: TRY004
+        if raw:
+            listen_address(raw)
+        return raw
+
+    def render(self, value: Value) -> str:
+        """See `Kind`."""
+        return f'"{value}"'
+
+
+def listen_address(text: str) -> tuple[str, int]:
+    """Address and port of a `Listen` that is not "".
+
+    Raises:
+        ValueError: It is none; the text is the fix.
+    """
+    match = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+)\]|([0-9.]+)):([0-9]{1,5})", text)
+    if match is None:
+        raise ValueError('write an IP address, a colon and a port: "127.0.0.1:9464" for instance')
+    host, port = match[1] or match[2], int(match[3])
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        raise ValueError(f"write an IP address in the place of {host}") from None
+    if port > 65535:
+        raise ValueError(
+            "choose a port from 0 to 65535; with 0 the kernel chooses, and the log tells"
+        )
+    return host, port
 
 
 @dataclass(frozen=True, slots=True)

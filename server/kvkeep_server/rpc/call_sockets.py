@@ -10,9 +10,10 @@ import asyncio
 import logging
 import socket
 import struct
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import grpc
 import numpy as np
@@ -23,13 +24,13 @@ from kvkeep.v1 import block_cache_pb2 as pb
 from kvkeep_server.core.errors import KVKeepError, ResourceExhaustedError
 from kvkeep_server.rpc import convert
 from kvkeep_server.rpc.block_calls import BlockCalls
+from kvkeep_server.rpc.interceptors import CallMeter
 from kvkeep_server.service.session_memory import FdKind, FdOffer, close_offers
 from kvkeep_server.service.sessions import FdSender, HelloFacts, Session, Sessions, Welcome
 
 # A request is: bytes of the payload, method, 0, 0, call id. A reply: bytes, status, 0, ms until a
 # retry makes sense, call id.
 HEADER = struct.Struct("<IHHII")
-_OK = 0
 # Calls of one client that wait are served for so long, then others have their turn.
 _TURN_S = 0.002
 _UNSENT_NBYTES_MAX = 1 << 20
@@ -38,10 +39,30 @@ _BUFFER_NBYTES = 1 << 20
 _log = logging.getLogger(__name__)
 
 
-class _Served(Protocol):
-    """What a call number stands for."""
+class _Call(NamedTuple):
+    """A call under way.
 
-    def __call__(self, session: Session, request: Any, /) -> Message: ...  # noqa: ANN401 - one message type a call
+    Attributes:
+        name: Of its method; empty = there is no such method.
+        call_id: The client's.
+        began_s: When the daemon took it up.
+    """
+
+    name: str
+    call_id: int
+    began_s: float
+
+
+_COMMIT = "Commit"
+# By number: the name of each method and its request message.
+METHODS: dict[int, tuple[str, type[Message]]] = {
+    pb.CALL_METHOD_OPEN_NAMESPACE: ("OpenNamespace", pb.OpenNamespaceRequest),
+    pb.CALL_METHOD_LOOKUP: ("Lookup", pb.LookupRequest),
+    pb.CALL_METHOD_ACQUIRE: ("Acquire", pb.AcquireRequest),
+    pb.CALL_METHOD_RELEASE: ("Release", pb.ReleaseRequest),
+    pb.CALL_METHOD_RENEW: ("Renew", pb.RenewRequest),
+    pb.CALL_METHOD_COMMIT: (_COMMIT, pb.CommitRequest),
+}
 
 
 class CallSockets:
@@ -52,22 +73,25 @@ class CallSockets:
     Args:
         calls: Do the work.
         sessions: Begun and ended here.
-        sender: The fd socket's sending side.
+        meter: Counts calls.
         message_nbytes_max: Of a request.
     """
 
-    def __init__(self, *, calls: BlockCalls, sessions: Sessions, message_nbytes_max: int) -> None:
+    def __init__(
+        self, *, calls: BlockCalls, sessions: Sessions, meter: CallMeter, message_nbytes_max: int
+    ) -> None:
         """See the class."""
         self.calls = calls
         self.sessions = sessions
         self.message_nbytes_max = message_nbytes_max
         self.sender: FdSender | None = None
-        self.served: dict[int, tuple[type[Message], _Served]] = {
-            pb.CALL_METHOD_OPEN_NAMESPACE: (pb.OpenNamespaceRequest, calls.open_namespace),
-            pb.CALL_METHOD_LOOKUP: (pb.LookupRequest, calls.lookup),
-            pb.CALL_METHOD_ACQUIRE: (pb.AcquireRequest, calls.acquire),
-            pb.CALL_METHOD_RELEASE: (pb.ReleaseRequest, calls.release),
-            pb.CALL_METHOD_RENEW: (pb.RenewRequest, calls.renew),
+        self.meter = meter
+        self.served: dict[str, Callable[[Session, Any], Message]] = {
+            "OpenNamespace": calls.open_namespace,
+            "Lookup": calls.lookup,
+            "Acquire": calls.acquire,
+            "Release": calls.release,
+            "Renew": calls.renew,
         }
         self._connections: dict[int, _Connection] = {}
 
@@ -199,50 +223,50 @@ class _Connection(asyncio.Protocol):
 
     def _call(self, method: int, call_id: int, payload: bytes) -> None:
         self._sockets.sessions.alive(self._session)
+        name, kind = METHODS.get(method, ("", Message))
+        call = _Call(name, call_id, self._loop.time())
         try:
-            found = self._sockets.served.get(method)
-            if found is not None:
-                kind, served = found
-                answer = served(self._session, kind.FromString(payload))
-                self._reply(call_id, _OK, answer.SerializeToString())
-            elif method == pb.CALL_METHOD_COMMIT:
+            if name == _COMMIT:
                 request = pb.CommitRequest.FromString(payload)
                 running = self._sockets.calls.begin_commit(self._session, request)
-                running.add_done_callback(partial(self._committed, call_id))
+                running.add_done_callback(partial(self._committed, call))
+            elif name:
+                answer = self._sockets.served[name](self._session, kind.FromString(payload))
+                self._reply(call, grpc.StatusCode.OK, answer.SerializeToString())
             else:
                 sentence = f"call {method}: not one of CallMethod in block_cache.proto"
-                self._reply(call_id, _number(grpc.StatusCode.UNIMPLEMENTED), sentence.encode())
+                self._reply(call, grpc.StatusCode.UNIMPLEMENTED, sentence.encode())
         except DecodeError:
-            sentence = f"call {method}: the payload is not its request message"
-            self._reply(call_id, _number(grpc.StatusCode.INVALID_ARGUMENT), sentence.encode())
+            sentence = f"{name}: the payload is not its request message"
+            self._reply(call, grpc.StatusCode.INVALID_ARGUMENT, sentence.encode())
         except KVKeepError as error:
-            self._refuse(call_id, error)
+            self._refuse(call, error)
 
-    def _committed(self, call_id: int, done: asyncio.Task[NDArray[np.uint8]]) -> None:
+    def _committed(self, call: _Call, done: asyncio.Task[NDArray[np.uint8]]) -> None:
         error = done.exception()
         if isinstance(error, KVKeepError):
-            self._refuse(call_id, error)
+            self._refuse(call, error)
         elif error is not None:
             # A bug, which the loop logs; the client learns by EOF.
             self._sockets.end(self._session.session_id, "a commit failed")
             raise error
         else:
             answer = convert.commit_message(done.result())
-            self._reply(call_id, _OK, answer.SerializeToString())
+            self._reply(call, grpc.StatusCode.OK, answer.SerializeToString())
 
-    def _refuse(self, call_id: int, error: KVKeepError) -> None:
+    def _refuse(self, call: _Call, error: KVKeepError) -> None:
         retry_after_ms = 0
         if isinstance(error, ResourceExhaustedError):
             retry_after_ms = max(1, round(error.retry_after_s * 1000))
-        status = _number(convert.status_code(error))
-        self._reply(call_id, status, str(error).encode(), retry_after_ms)
+        self._reply(call, convert.status_code(error), str(error).encode(), retry_after_ms)
 
-    def _reply(self, call_id: int, status: int, payload: bytes, retry_after_ms: int = 0) -> None:
+    def _reply(
+        self, call: _Call, code: grpc.StatusCode, payload: bytes, retry_after_ms: int = 0
+    ) -> None:
+        if call.name:
+            took_s = self._loop.time() - call.began_s
+            self._sockets.meter.note(f"BlockCache/{call.name}", code.name, took_s)
         if self._transport is not None:
-            header = HEADER.pack(len(payload), status, 0, retry_after_ms, call_id)
+            number: int = code.value[0]
+            header = HEADER.pack(len(payload), number, 0, retry_after_ms, call.call_id)
             self._transport.write(header + payload)
-
-
-def _number(code: grpc.StatusCode) -> int:
-    number: int = code.value[0]
-    return number

@@ -12,10 +12,16 @@ from kvkeep.v1 import admin_pb2, admin_pb2_grpc, block_cache_pb2, block_cache_pb
 from kvkeep_server.rpc.admin import AdminServicer
 from kvkeep_server.rpc.block_cache import BlockCacheServicer
 from kvkeep_server.rpc.block_calls import BlockCalls
+from kvkeep_server.rpc.interceptors import CallMeter
 
-_SERVICES = (
-    block_cache_pb2.DESCRIPTOR.services_by_name["BlockCache"].full_name,
-    admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name,
+_DESCRIPTORS = (
+    block_cache_pb2.DESCRIPTOR.services_by_name["BlockCache"],
+    admin_pb2.DESCRIPTOR.services_by_name["Admin"],
+)
+_SERVICES = tuple(service.full_name for service in _DESCRIPTORS)
+# Every call of ours by its full name; the stock services are not ours.
+METHODS = tuple(
+    f"/{service.full_name}/{method.name}" for service in _DESCRIPTORS for method in service.methods
 )
 # Names of the health service beside ours and the overall one (the empty name).
 _TIERS = ("kvkeep.tier.ram",)
@@ -31,10 +37,18 @@ class Server:
     Args:
         calls: Of engines.
         admin: Of operators.
+        meter: Counts the calls of `METHODS`.
         message_nbytes_max: Of a request.
     """
 
-    def __init__(self, *, calls: BlockCalls, admin: AdminServicer, message_nbytes_max: int) -> None:
+    def __init__(
+        self,
+        *,
+        calls: BlockCalls,
+        admin: AdminServicer,
+        meter: CallMeter,
+        message_nbytes_max: int,
+    ) -> None:
         """See the class. Needs a running loop, as grpc.aio does."""
         options = [
             ("grpc.max_receive_message_length", message_nbytes_max),
@@ -43,7 +57,7 @@ class Server:
             ("grpc.server.max_pending_requests_hard_limit", _PENDING_MAX),
             ("grpc.so_reuseport", 0),
         ]
-        self._server = grpc.aio.server(options=options)
+        self._server = grpc.aio.server(options=options, interceptors=[meter])
         block_cache_pb2_grpc.add_BlockCacheServicer_to_server(
             BlockCacheServicer(calls), self._server
         )

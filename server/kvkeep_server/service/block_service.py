@@ -19,7 +19,7 @@ from kvkeep_server.core.errors import (
 )
 from kvkeep_server.core.hints import Hints
 from kvkeep_server.core.keys import KeyBatch
-from kvkeep_server.core.results import AckLevel, GroupKind, RenewStatus, StopReason
+from kvkeep_server.core.results import AckLevel, GroupKind, MissReason, RenewStatus, StopReason
 from kvkeep_server.index.layout import LAYOUT_VERSION, PAGE_NBYTES
 from kvkeep_server.service.namespaces import (
     Namespaces,
@@ -330,8 +330,8 @@ class BlockService:
         if set_index not in session.opened or found > asked or asked > _ASKED_MAX:
             self.touches.invalid += 1
             return 1
-        self.manager.counts.lookups += 1
-        self.manager.counts.add(asked, found)
+        # A record does not name what is missing, so nobody can say why it is.
+        self.manager.counts.lookup.add(asked, found, MissReason.UNSPECIFIED)
         if not found or row == NO_ROW:
             return 1
         residency = self.manager.residency

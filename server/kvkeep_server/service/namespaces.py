@@ -190,6 +190,10 @@ class Namespaces:
         self._handles: dict[tuple[bytes, tuple[int, ...]], int] = {}
         self._keyspaces = 0
 
+    def __len__(self) -> int:
+        """Open handles, of which one set of ranks may have several."""
+        return len(self._opened)
+
     def __iter__(self) -> Iterator[NamespaceSet]:
         """In the order of opening."""
         return iter(self._sets.values())

@@ -172,6 +172,11 @@ class Sessions:
         return iter(list(self._by_id.values()))
 
     @property
+    def opened_total(self) -> int:
+        """Sessions that ever began."""
+        return self._next_id - 1
+
+    @property
     def staging_nbytes(self) -> int:
         """Staging memory of all sessions, ended ones with running copies included."""
         return self._staging_nbytes

@@ -76,14 +76,49 @@ class CommitBatch:
 
 @dataclass(slots=True)
 class CommitCounts:
-    """Commits and their blocks since the start."""
+    """Commits since the start, and what became of their blocks.
+
+    Attributes:
+        commits: That ended, well or not.
+        by_status: Blocks by `CommitStatus`; all blocks that were offered.
+        stored_nbytes: Payload bytes that were stored.
+    """
 
     commits: int = 0
-    stored: int = 0
-    already_stored: int = 0
-    refused: int = 0
-    failed: int = 0
+    by_status: NDArray[np.int64] = field(
+        default_factory=lambda: np.zeros(len(CommitStatus), np.int64)
+    )
     stored_nbytes: int = 0
+
+    def add(self, status: U8) -> None:
+        """One commit with a status for each of its blocks."""
+        self.commits += 1
+        self.by_status += np.bincount(status, minlength=len(CommitStatus))
+
+    def add_failed(self, blocks: int) -> None:
+        """One commit that ended in an error."""
+        self.commits += 1
+        self.by_status[CommitStatus.FAILED] += blocks
+
+    @property
+    def stored(self) -> int:
+        """Blocks that are new."""
+        return int(self.by_status[CommitStatus.STORED])
+
+    @property
+    def already_stored(self) -> int:
+        """Blocks that were there."""
+        return int(self.by_status[CommitStatus.ALREADY_STORED])
+
+    @property
+    def refused(self) -> int:
+        """Blocks that were refused, for whatever reason."""
+        return int(self.by_status[CommitStatus.REFUSED_NO_ROOM : CommitStatus.FAILED].sum())
+
+    @property
+    def failed(self) -> int:
+        """Blocks that were lost to an error."""
+        return int(self.by_status[CommitStatus.FAILED])
 
 
 @dataclass(slots=True)
@@ -171,7 +206,20 @@ class Commits:
         return sum(map(len, self._in_flight.values()))
 
     async def run(self, batch: CommitBatch) -> U8:
-        """Stores the batch; returns one `CommitStatus` a key."""
+        """Stores the batch; returns one `CommitStatus` a key.
+
+        Raises:
+            ResourceExhaustedError: No memory for a larger index.
+        """
+        try:
+            status = await self._run(batch)
+        except BaseException:
+            self.counts.add_failed(len(batch.keys))
+            raise
+        self.counts.add(status)
+        return status
+
+    async def _run(self, batch: CommitBatch) -> U8:
         await self._meet(batch)
         plan = self._sort(batch)
         self._admit(plan)
@@ -182,7 +230,6 @@ class Commits:
                 self._announce(plan, held)
                 await self._store(plan, held)
         plan.settle_repetitions()
-        self._count(plan)
         return plan.status
 
     # --- 1 meet
@@ -355,14 +402,6 @@ class Commits:
         self.counts.stored_nbytes += len(keys) * sum(
             batch.keyspace.block_nbytes for batch in sealed
         )
-
-    def _count(self, plan: _Plan) -> None:
-        number = np.bincount(plan.status, minlength=len(CommitStatus))
-        self.counts.commits += 1
-        self.counts.stored += int(number[CommitStatus.STORED])
-        self.counts.already_stored += int(number[CommitStatus.ALREADY_STORED])
-        self.counts.failed += int(number[CommitStatus.FAILED])
-        self.counts.refused += int(number[CommitStatus.REFUSED_NO_ROOM : CommitStatus.FAILED].sum())
 
 
 _PARENT_MISSING = -3

@@ -5,14 +5,16 @@ Only the ram tier stands behind it in this release; nvme and redis join here, an
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import StrEnum
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvkeep_server.core.errors import ResourceExhaustedError
 from kvkeep_server.core.hints import Hints
 from kvkeep_server.core.keys import KeyBatch
-from kvkeep_server.core.results import MissReason
+from kvkeep_server.core.results import MissReason, TierId
 from kvkeep_server.tiering.keyspaces import Keyspace, KeyspaceSet
 from kvkeep_server.tiering.leases import Lease, Leases
 from kvkeep_server.tiering.residency import Residency
@@ -20,21 +22,78 @@ from kvkeep_server.tiering.residency import Residency
 I64 = NDArray[np.int64]
 
 
+class ReadCall(StrEnum):
+    """What asks for blocks. An engine that looks up and then acquires asks for them twice."""
+
+    LOOKUP = "lookup"
+    ACQUIRE = "acquire"
+
+
+@dataclass(slots=True)
+class CallCounts:
+    """Blocks that one kind of call asked for, and what became of each.
+
+    `asked` is counted by itself; at any time it is the sum of `hits`, `misses` and `failed`.
+
+    Attributes:
+        calls: Calls that got as far as asking.
+        asked: Blocks.
+        hits: Blocks by the tier that has them.
+        misses: Blocks by the reason why the prefix ended, which is that of its first missing block;
+            UNSPECIFIED where a client looked by itself, in shared memory.
+        failed: Blocks of calls that ended in an error: neither hits nor misses.
+    """
+
+    calls: int = 0
+    asked: int = 0
+    hits: dict[TierId, int] = field(default_factory=lambda: {TierId.RAM: 0})
+    misses: dict[MissReason, int] = field(default_factory=lambda: dict.fromkeys(MissReason, 0))
+    failed: int = 0
+
+    def add(self, asked: int, hit: int, ended: MissReason) -> None:
+        """One call over a chain of `asked` blocks whose leading `hit` are there."""
+        self.calls += 1
+        self.asked += asked
+        self.hits[TierId.RAM] += hit
+        self.misses[ended] += asked - hit
+
+    def add_failed(self, asked: int) -> None:
+        """One call that ended in an error."""
+        self.calls += 1
+        self.asked += asked
+        self.failed += asked
+
+    def check(self) -> None:
+        """Raises AssertionError where blocks are lost."""
+        answered = sum(self.hits.values()) + sum(self.misses.values())
+        assert self.asked == answered + self.failed, "asked = hit + missed + failed"
+
+
 @dataclass(slots=True)
 class Counts:
-    """Blocks asked for and what became of them; `asked == hit + missed` at any time."""
+    """The counts of all calls, and their sums."""
 
-    asked: int = 0
-    hit: int = 0
-    missed: int = 0
-    lookups: int = 0
-    acquires: int = 0
+    lookup: CallCounts = field(default_factory=CallCounts)
+    acquire: CallCounts = field(default_factory=CallCounts)
 
-    def add(self, asked: int, hit: int) -> None:
-        """One request over a chain of `asked` blocks whose leading `hit` are there."""
-        self.asked += asked
-        self.hit += hit
-        self.missed += asked - hit
+    def by_call(self) -> dict[ReadCall, CallCounts]:
+        """Each call's own."""
+        return {ReadCall.LOOKUP: self.lookup, ReadCall.ACQUIRE: self.acquire}
+
+    @property
+    def hit(self) -> int:
+        """Blocks that were there."""
+        return sum(self.lookup.hits.values()) + sum(self.acquire.hits.values())
+
+    @property
+    def missed(self) -> int:
+        """Blocks that were not."""
+        return sum(self.lookup.misses.values()) + sum(self.acquire.misses.values())
+
+    @property
+    def answered(self) -> int:
+        """Blocks asked for in calls that got an answer: hit or missed."""
+        return self.lookup.asked + self.acquire.asked - self.lookup.failed - self.acquire.failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +167,9 @@ class TierManager:
         """Longest usable prefix; counts as a use of its blocks."""
         found = self.residency.prefix(spaces.local, keys)
         self.residency.touch(self.residency.units_of(found[0]), hints)
-        self.counts.lookups += 1
-        self.counts.add(len(keys), len(found[0]))
-        return self._prefix(spaces, keys, len(found[0]))
+        prefix = self._prefix(spaces, keys, len(found[0]))
+        self.counts.lookup.add(len(keys), prefix.blocks, prefix.ended)
+        return prefix
 
     def _prefix(self, spaces: KeyspaceSet, keys: KeyBatch, blocks: int) -> Prefix:
         if blocks == len(keys):
@@ -128,8 +187,6 @@ class TierManager:
         found = self.residency.prefix(spaces.local, keys)
         blocks = len(found[0])
         self.residency.touch(self.residency.units_of(found[0]), order.hints)
-        self.counts.acquires += 1
-        self.counts.add(len(keys), blocks)
         boundary_nbytes = sum(space.block_nbytes for space in spaces.local)
         first = min(order.skip, blocks)
         leased = blocks - first
@@ -139,17 +196,33 @@ class TierManager:
             (space, ids[first : first + leased])
             for space, ids in zip(spaces.local, found, strict=True)
         ]
-        lease = None
-        if leased:
-            lease = self.leases.open(
-                session_id=order.session_id,
-                set_index=spaces.index,
-                units=self.residency.units_of(columns[0][1]),
-                blocks=np.concatenate([ids for _, ids in columns]),
-                nbytes=leased * boundary_nbytes,
-                ttl_s=order.ttl_s,
-            )
-        return Grant(self._prefix(spaces, keys, blocks), lease, first, leased, columns)
+        try:
+            lease = self._lease(spaces, columns, leased * boundary_nbytes, order)
+        except ResourceExhaustedError:
+            self.counts.acquire.add_failed(len(keys))
+            raise
+        prefix = self._prefix(spaces, keys, blocks)
+        self.counts.acquire.add(len(keys), blocks, prefix.ended)
+        return Grant(prefix, lease, first, leased, columns)
+
+    def _lease(
+        self,
+        spaces: KeyspaceSet,
+        columns: Sequence[tuple[Keyspace, I64]],
+        nbytes: int,
+        order: ReadOrder,
+    ) -> Lease | None:
+        """A lease on these blocks; None when there are none."""
+        if not len(columns[0][1]):
+            return None
+        return self.leases.open(
+            session_id=order.session_id,
+            set_index=spaces.index,
+            units=self.residency.units_of(columns[0][1]),
+            blocks=np.concatenate([ids for _, ids in columns]),
+            nbytes=nbytes,
+            ttl_s=order.ttl_s,
+        )
 
     def check(self) -> None:
         """Audits everything below.
@@ -159,4 +232,5 @@ class TierManager:
         """
         self.residency.check()
         self.leases.check()
-        assert self.counts.asked == self.counts.hit + self.counts.missed, "asked = hit + missed"
+        for counts in self.counts.by_call().values():
+            counts.check()

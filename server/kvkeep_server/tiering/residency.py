@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from kvkeep_server.core.clock import Clock
 from kvkeep_server.core.hints import Hints
+from kvkeep_server.core.histogram import AGE_BOUNDS_S, Histogram
 from kvkeep_server.core.keys import KeyBatch
 from kvkeep_server.core.results import MissReason
 from kvkeep_server.index.layout import STATE_MOVED, STATE_STOPPED, Multipliers
@@ -84,6 +85,9 @@ class Residency:
         self._keyspaces: list[Keyspace] = []
         self.payload_nbytes = 0
         self.evicted_total = 0
+        # Since the last use, blocks: of those evicted, and units: of those used again.
+        self.evicted_ages = Histogram(AGE_BOUNDS_S)
+        self.reuse_ages = Histogram(AGE_BOUNDS_S)
         self.rebuilds_total = 0
         self.collisions_total = 0
 
@@ -223,6 +227,7 @@ class Residency:
         """A request used these units, which differ from each other, in chain order."""
         if len(units):
             now = self._clock.monotonic_s()
+            self.reuse_ages.add(now - self.columns.last_used_s[units])
             self.columns.last_used_s[units] = now
             self._policy.touch(units, hints, now)
 
@@ -348,7 +353,10 @@ class Residency:
         blocks = self._blocks_of(units)
         rows = columns.row[blocks].astype(np.int64)
         tags = self.table.tag_of(rows)
-        self.ghosts.remember(tags, columns.last_used_s[columns.unit[blocks]], reason)
+        last_used_s = columns.last_used_s[columns.unit[blocks]]
+        self.ghosts.remember(tags, last_used_s, reason)
+        if reason is MissReason.EVICTED:
+            self.evicted_ages.add(self._clock.monotonic_s() - last_used_s)
         self.table.remove(rows)
         self._ram.free(columns.address[blocks])
         parents = columns.parent[units]

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import random
+import re
 import socket
 import struct
 from contextlib import asynccontextmanager
@@ -10,10 +11,13 @@ from contextlib import asynccontextmanager
 import pytest
 
 from kvkeep.v1 import block_cache_pb2 as pb
+from kvkeep_server.core.clock import SystemClock
 from kvkeep_server.core.errors import ResourceExhaustedError
 from kvkeep_server.rpc import call_sockets
 from kvkeep_server.rpc.block_calls import BlockCalls, ClientLimits
 from kvkeep_server.rpc.call_sockets import CallSockets
+from kvkeep_server.rpc.interceptors import CallMeter
+from kvkeep_server.rpc.server import METHODS
 from kvkeep_server.service.session_memory import FdKind
 from tests.fakes.core_harness import Harness, block_of, hello, keys_of
 
@@ -100,7 +104,12 @@ async def attached(harness, clients=1):
     core = harness.core
     limits = ClientLimits(1024, BLOCK, 1 << 20, 30.0, 30.0, MESSAGE_MAX)
     calls = BlockCalls(service=core.service, limits=limits, server_epoch=1)
-    sockets = CallSockets(calls=calls, sessions=core.sessions, message_nbytes_max=MESSAGE_MAX)
+    sockets = CallSockets(
+        calls=calls,
+        sessions=core.sessions,
+        meter=CallMeter(methods=METHODS, clock=SystemClock()),
+        message_nbytes_max=MESSAGE_MAX,
+    )
     sockets.sender = Sender()
     core.sessions.sender = sockets
     opened = []
@@ -119,6 +128,10 @@ async def attached(harness, clients=1):
     async with asyncio.timeout(10):
         while len(core.sessions) or sockets._connections:  # noqa: ASYNC110 - nobody tells
             await asyncio.sleep(0.001)
+
+
+def snake(name):
+    return re.sub("(?<=[a-z])(?=[A-Z])", "_", name).upper()
 
 
 def commit_of(session, keys, set_index=0):
@@ -167,14 +180,23 @@ def test_every_call_does_what_it_does_on_grpc():
             pb.CALL_METHOD_RELEASE, pb.ReleaseRequest(lease_ids=ids)
         )
         assert pb.ReleaseResponse.FromString(payload).released == 1
+        ended = sockets.meter.ended
+        assert {
+            name: ended[f"BlockCache/{name}", "OK"] for name, _ in call_sockets.METHODS.values()
+        } == {name: 1 for name, _ in call_sockets.METHODS.values()}
 
     run(test)
 
 
 def test_every_number_of_the_wire_is_served():
     async def test(sockets, client):
-        served = {pb.CALL_METHOD_COMMIT, *sockets.served}
-        assert served == set(pb.CallMethod.values()) - {pb.CALL_METHOD_UNSPECIFIED}
+        numbers = call_sockets.METHODS
+        assert set(numbers) == set(pb.CallMethod.values()) - {pb.CALL_METHOD_UNSPECIFIED}
+        assert {name for name, _ in numbers.values()} == {"Commit", *sockets.served}
+        for number, (name, request) in numbers.items():
+            method = pb.DESCRIPTOR.services_by_name["BlockCache"].methods_by_name[name]
+            assert method.input_type.full_name == request.DESCRIPTOR.full_name
+            assert pb.CallMethod.Name(number).endswith(f"_{snake(name)}")
 
     run(test)
 
@@ -198,6 +220,9 @@ def test_errors_have_the_numbers_and_sentences_of_grpc(monkeypatch):
         monkeypatch.setattr(sockets.calls.service, "begin_commit", refuse)
         await client.send(frame(pb.CALL_METHOD_COMMIT, pb.CommitRequest(), 6))
         assert await client.reply() == (6, RESOURCE_EXHAUSTED, 250, b"enough")
+        assert sockets.meter.ended["BlockCache/Acquire", "NOT_FOUND"] == 1
+        assert sockets.meter.ended["BlockCache/Acquire", "INVALID_ARGUMENT"] == 1
+        assert sockets.meter.ended["BlockCache/Commit", "RESOURCE_EXHAUSTED"] == 1
         # None of it ended the session.
         assert (await client.call(pb.CALL_METHOD_OPEN_NAMESPACE, OPEN))[0] == OK
 

@@ -326,8 +326,8 @@ def test_asked_is_hit_plus_missed(core, session, opened, service):
     core.acquire(session, opened, keys)
     core.lookup(session, opened, keys_of("b", 2))
     counts = service.manager.counts
-    assert (counts.asked, counts.hit, counts.missed) == (10, 6, 4)
-    assert (counts.lookups, counts.acquires) == (2, 1)
+    assert (counts.answered, counts.hit, counts.missed) == (10, 6, 4)
+    assert (counts.lookup.calls, counts.acquire.calls) == (2, 1)
 
 
 # ---- look-ups that clients answered by themselves
@@ -364,7 +364,7 @@ def test_a_record_counts_and_credits_its_chain(core, session, opened, service):
     Ring(session).write(asked=7, found=5, **where(core, opened, keys[4]))
     service.drain_touches()
     counts = service.manager.counts
-    assert (counts.asked, counts.hit, counts.missed, counts.lookups) == (7, 5, 2, 1)
+    assert (counts.answered, counts.hit, counts.missed, counts.lookup.calls) == (7, 5, 2, 1)
     core.core.residency.evict(5)
     assert core.lookup(session, opened, keys).blocks == 5
     assert core.lookup(session, opened, cold).blocks == 0
@@ -398,7 +398,7 @@ def test_a_record_that_cannot_be_is_counted_and_skipped(core, session, opened, s
     ring.write(asked=1, found=0)
     service.drain_touches()
     assert service.touches.invalid == 1
-    assert service.manager.counts.asked == 1
+    assert service.manager.counts.lookup.asked == 1
     core.check()
 
 
@@ -411,7 +411,7 @@ def test_rows_that_are_nobodys_are_counted_and_credit_nobody(core, session, open
     ring.write(row=1 << 20)
     ring.write(stop=255)
     service.drain_touches()
-    assert service.manager.counts.lookups == 3
+    assert service.manager.counts.lookup.calls == 3
     columns = core.core.residency.columns
     assert columns.last_used_s[columns.in_use()].tolist() == [1000.0]
 
@@ -422,7 +422,7 @@ def test_what_a_client_overwrote_is_counted(core, session, opened, service):
         ring.write(found=0)
     service.drain_touches()
     assert service.touches.lost == 6
-    assert service.manager.counts.lookups == 64
+    assert service.manager.counts.lookup.calls == 64
 
 
 @settings(max_examples=50, deadline=None)

@@ -1,0 +1,379 @@
+"""Every metric: its name, type, meaning and labels. What is not here cannot be exposed.
+
+Label values come from enums and fixed lists only, so the number of series is bounded whoever calls
+and whatever they send; `series_max` is that bound. Names of models, tenants or namespaces are never
+labels.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum, StrEnum
+from math import prod
+
+from kvkeep_server.core.histogram import AGE_BOUNDS_S, DURATION_BOUNDS_S
+from kvkeep_server.core.results import CommitStatus, MissReason, TierId
+from kvkeep_server.tiering.manager import ReadCall
+
+
+class MetricKind(StrEnum):
+    """Prometheus's types."""
+
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+class PoolState(StrEnum):
+    """What a byte of the pool's memory is; each is one of them."""
+
+    USED = "used"
+    FREE = "free"
+    UNCUT = "uncut"
+    TAIL = "tail"
+    HEADER = "header"
+
+
+class RowState(StrEnum):
+    """What a row of the index is."""
+
+    LIVE = "live"
+    REMOVED = "removed"
+    FREE = "free"
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """A label of a metric.
+
+    Attributes:
+        name: As in a query.
+        values: All that it can have; empty: one value for the life of the process.
+    """
+
+    name: str
+    values: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric.
+
+    Attributes:
+        name: With its unit at the end, and `_total` where it counts.
+        kind: See `MetricKind`.
+        meaning: One or two sentences.
+        labels: In the order of the values of a `Reading`.
+        bounds: Of a histogram's buckets.
+    """
+
+    name: str
+    kind: MetricKind
+    meaning: str
+    labels: tuple[Label, ...] = ()
+    bounds: tuple[float, ...] = ()
+
+    @property
+    def series_max(self) -> int:
+        """Series that it can ever have."""
+        combinations = prod(max(1, len(label.values)) for label in self.labels)
+        # The buckets, the one above them all, sum and count.
+        return combinations * (len(self.bounds) + 3 if self.bounds else 1)
+
+
+def value_of(member: Enum) -> str:
+    """The label value of an enum's member: "ram" of `TierId.RAM`."""
+    return member.name.lower()
+
+
+def _label(name: str, members: Iterable[Enum]) -> Label:
+    return Label(name, tuple(value_of(member) for member in members))
+
+
+# The names of gRPC and of our services stand here once more, because nothing below `rpc/` sees
+# them; a test holds them to it.
+RPC_METHODS = (
+    *(
+        f"BlockCache/{name}"
+        for name in [
+            "OpenNamespace",
+            "Attach",
+            "Lookup",
+            "Acquire",
+            "Await",
+            "Release",
+            "Renew",
+            "Commit",
+            "Read",
+            "Write",
+            "Prefetch",
+            "Pin",
+            "Unpin",
+            "Remove",
+            "AdvanceEpoch",
+            "Watch",
+        ]
+    ),
+    *(
+        f"Admin/{name}"
+        for name in [
+            "Stats",
+            "ListNamespaces",
+            "SetNamespaceMode",
+            "Explain",
+            "Purge",
+            "SetQuota",
+            "Drain",
+            "Check",
+        ]
+    ),
+)
+RPC_CODES = (
+    "OK",
+    "CANCELLED",
+    "UNKNOWN",
+    "INVALID_ARGUMENT",
+    "DEADLINE_EXCEEDED",
+    "NOT_FOUND",
+    "ALREADY_EXISTS",
+    "PERMISSION_DENIED",
+    "RESOURCE_EXHAUSTED",
+    "FAILED_PRECONDITION",
+    "ABORTED",
+    "OUT_OF_RANGE",
+    "UNIMPLEMENTED",
+    "INTERNAL",
+    "UNAVAILABLE",
+    "DATA_LOSS",
+    "UNAUTHENTICATED",
+)
+
+_CALL = _label("call", ReadCall)
+_TIER = _label("tier", (tier for tier in TierId if tier is not TierId.UNSPECIFIED))
+_REASON = _label("reason", MissReason)
+_STATUS = _label("status", (s for s in CommitStatus if s is not CommitStatus.UNSPECIFIED))
+_METHOD = Label("method", RPC_METHODS)
+_COUNTER, _GAUGE, _HISTOGRAM = MetricKind.COUNTER, MetricKind.GAUGE, MetricKind.HISTOGRAM
+
+_DAEMON = (
+    Metric(
+        "kvkeep_build_info",
+        _GAUGE,
+        "Always 1; which release runs, on which Python.",
+        (Label("version", ()), Label("python", ())),
+    ),
+    Metric(
+        "kvkeep_config_info",
+        _GAUGE,
+        "Always 1; the settings that name something.",
+        (Label("policy", ()), Label("admission", ()), Label("huge_pages", ())),
+    ),
+    Metric(
+        "kvkeep_serving", _GAUGE, "1 while the daemon takes calls, 0 while it starts or drains."
+    ),
+    Metric(
+        "kvkeep_event_loop_lag_seconds",
+        _HISTOGRAM,
+        "How late the event loop woke from a sleep of 50 ms: what every call waits beside its own"
+        " work.",
+        bounds=DURATION_BOUNDS_S,
+    ),
+    Metric(
+        "kvkeep_snapshot_age_seconds",
+        _GAUGE,
+        "Age of the figures on this page. Above 2 s the event loop does not answer, and the page"
+        " repeats the last it gave.",
+    ),
+    Metric(
+        "kvkeep_scrapes_dropped_total",
+        _COUNTER,
+        "Connections to this endpoint that were closed unanswered: too slow, too long, or pushed"
+        " out by newer ones.",
+    ),
+    Metric(
+        "kvkeep_memory_limit_bytes",
+        _GAUGE,
+        "Memory that the daemon may use: the smallest limit of its cgroups and the host, at its"
+        " start.",
+    ),
+    Metric(
+        "kvkeep_process_anonymous_bytes",
+        _GAUGE,
+        "Resident memory that is neither pool, index nor staging: what the daemon itself takes.",
+    ),
+    Metric(
+        "process_resident_memory_bytes",
+        _GAUGE,
+        "Resident memory, the shared pool included.",
+    ),
+    Metric("process_virtual_memory_bytes", _GAUGE, "Addresses in use."),
+    Metric("process_cpu_seconds_total", _COUNTER, "Processor time, user and system."),
+    Metric("process_start_time_seconds", _GAUGE, "Start of the process since the epoch."),
+    Metric("process_open_fds", _GAUGE, "Open descriptors; a session takes a handful."),
+    Metric("process_max_fds", _GAUGE, "Most descriptors that may be open."),
+)
+
+_READS = (
+    Metric(
+        "kvkeep_reads_total",
+        _COUNTER,
+        "Look-ups (in shared memory or by call) and acquires. An engine that looks up and then"
+        " acquires is counted under both.",
+        (_CALL,),
+    ),
+    Metric(
+        "kvkeep_blocks_asked_total",
+        _COUNTER,
+        "Blocks that reads asked for: hit + missed + failed, at any time.",
+        (_CALL,),
+    ),
+    Metric(
+        "kvkeep_blocks_hit_total",
+        _COUNTER,
+        "Of them: in the usable prefix, by the tier that has them.",
+        (_CALL, _TIER),
+    ),
+    Metric(
+        "kvkeep_blocks_missed_total",
+        _COUNTER,
+        "Of them: behind the usable prefix, by the reason why it ended. `unspecified`: the client"
+        " looked in shared memory, where no reason is known.",
+        (_CALL, _REASON),
+    ),
+    Metric(
+        "kvkeep_blocks_failed_total",
+        _COUNTER,
+        "Of them: in calls that ended in an error.",
+        (_CALL,),
+    ),
+    Metric(
+        "kvkeep_block_reuse_age_seconds",
+        _HISTOGRAM,
+        "Time since its last use of a block that is used again. A look-up and the acquire after it"
+        " are two uses.",
+        (_TIER,),
+        AGE_BOUNDS_S,
+    ),
+)
+
+_COMMITS = (
+    Metric("kvkeep_commits_total", _COUNTER, "Commits that ended."),
+    Metric(
+        "kvkeep_commit_blocks_total",
+        _COUNTER,
+        "Blocks that commits brought, by what became of each.",
+        (_STATUS,),
+    ),
+    Metric("kvkeep_commit_stored_bytes_total", _COUNTER, "Payload bytes that were stored."),
+    Metric("kvkeep_commits_running", _GAUGE, "Commits that run now."),
+    Metric("kvkeep_commits_running_limit", _GAUGE, "`limits.commits_running_max`."),
+)
+
+_TIERS = (
+    Metric(
+        "kvkeep_block_age_at_eviction_seconds",
+        _HISTOGRAM,
+        "Time since its last use of a block that was evicted to make room. Below the retention"
+        " that you want: buy memory.",
+        (_TIER,),
+        AGE_BOUNDS_S,
+    ),
+    Metric("kvkeep_tier_blocks", _GAUGE, "Blocks in the tier.", (_TIER,)),
+    Metric("kvkeep_tier_payload_bytes", _GAUGE, "What clients stored in it.", (_TIER,)),
+    Metric(
+        "kvkeep_tier_used_bytes", _GAUGE, "Room that its blocks take, padding included.", (_TIER,)
+    ),
+    Metric("kvkeep_tier_limit_bytes", _GAUGE, "Most that it may take.", (_TIER,)),
+    Metric(
+        "kvkeep_pool_bytes",
+        _GAUGE,
+        "Memory of the ram tier: slots in use, slots that are free, slabs never cut, ends of slabs,"
+        " headers. Their sum is what the pool has taken.",
+        (_label("state", PoolState),),
+    ),
+    Metric(
+        "kvkeep_pool_padding_bytes", _GAUGE, "Bytes of used slots that their blocks do not fill."
+    ),
+    Metric("kvkeep_pool_chunks", _GAUGE, "Chunks of the pool."),
+    Metric("kvkeep_pool_huge_chunks", _GAUGE, "Of them: backed by huge pages."),
+    Metric(
+        "kvkeep_pool_growth_refused",
+        _GAUGE,
+        "1 if the pool is below its limit and the last try to grow found no memory.",
+    ),
+)
+
+_INDEX = (
+    Metric("kvkeep_index_rows", _GAUGE, "Rows of the index.", (_label("row_state", RowState),)),
+    Metric("kvkeep_index_bytes", _GAUGE, "Memory of the index and of what policies keep."),
+    Metric("kvkeep_index_rebuilds_total", _COUNTER, "Times that the index moved to a new table."),
+    Metric(
+        "kvkeep_index_collisions_total",
+        _COUNTER,
+        "Keys whose fingerprint another key has; each was a miss. Nearly always 0.",
+    ),
+)
+
+_CLIENTS = (
+    Metric("kvkeep_sessions", _GAUGE, "Attached clients."),
+    Metric("kvkeep_sessions_limit", _GAUGE, "`sessions.sessions_max`."),
+    Metric("kvkeep_sessions_opened_total", _COUNTER, "Sessions that began."),
+    Metric("kvkeep_sessions_ended_total", _COUNTER, "Sessions that ended, for whatever reason."),
+    Metric("kvkeep_staging_bytes", _GAUGE, "Staging rings of all sessions."),
+    Metric("kvkeep_staging_limit_bytes", _GAUGE, "`sessions.staging_total_max`."),
+    Metric("kvkeep_namespaces", _GAUGE, "Open namespace sets."),
+    Metric("kvkeep_namespaces_limit", _GAUGE, "`limits.namespaces_max`."),
+    Metric("kvkeep_leases", _GAUGE, "Live leases."),
+    Metric("kvkeep_leases_limit", _GAUGE, "`leases.leases_max`."),
+    Metric(
+        "kvkeep_leased_bytes", _GAUGE, "Payload under live leases; a block counts once a lease."
+    ),
+    Metric("kvkeep_leases_expired_total", _COUNTER, "Leases that ended by time, not by release."),
+    Metric(
+        "kvkeep_touch_records_lost_total",
+        _COUNTER,
+        "Look-ups in shared memory whose record was overwritten before it was read: raise"
+        " `sessions.touch_records`.",
+    ),
+    Metric(
+        "kvkeep_touch_records_invalid_total",
+        _COUNTER,
+        "Records that were torn or cannot be. A few are normal, many are a broken client.",
+    ),
+    Metric(
+        "kvkeep_handovers_refused_total",
+        _COUNTER,
+        "Clients that were told why they cannot attach (version, limit, memory).",
+    ),
+    Metric(
+        "kvkeep_handovers_dropped_total",
+        _COUNTER,
+        "Connections to the fd socket that were closed because they said no hello in time.",
+    ),
+)
+
+_RPC = (
+    Metric(
+        "kvkeep_rpc_requests_total",
+        _COUNTER,
+        "Calls that ended, by status code. A code appears with its first call.",
+        (_METHOD, Label("code", RPC_CODES)),
+    ),
+    Metric(
+        "kvkeep_rpc_duration_seconds",
+        _HISTOGRAM,
+        "Time in the daemon of calls without streams, those that ended with OK and others apart.",
+        (_METHOD, Label("outcome", ("ok", "error"))),
+        DURATION_BOUNDS_S,
+    ),
+)
+
+# In the order of the reference and of the page.
+CATALOG: Mapping[str, Metric] = {
+    metric.name: metric
+    for metric in (*_DAEMON, *_READS, *_COMMITS, *_TIERS, *_INDEX, *_CLIENTS, *_RPC)
+}
+
+
+def series_max() -> int:
+    """Series that a daemon can ever expose."""
+    return sum(metric.series_max for metric in CATALOG.values())

@@ -1,0 +1,210 @@
+"""Reads every figure of the catalogue off the running parts, at one moment of the event loop.
+
+Nothing is kept here: gauges are recomputed at each reading, so none can drift or go negative, and
+counters are the parts' own.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from kvkeep_server.core.histogram import Histogram, HistogramValue
+from kvkeep_server.core.results import CommitStatus
+from kvkeep_server.metrics.catalog import PoolState, RowState, value_of
+from kvkeep_server.service.block_service import BlockService
+from kvkeep_server.tiers.ram.tier import RamStats, RamTier
+
+
+class Reading(NamedTuple):
+    """One figure.
+
+    Attributes:
+        name: Of a metric in the catalogue.
+        labels: A value for each of its labels.
+        value: A `HistogramValue` where it is a histogram.
+    """
+
+    name: str
+    labels: tuple[str, ...]
+    value: float | HistogramValue
+
+
+class HandoverCounts(Protocol):
+    """What the fd socket counts."""
+
+    @property
+    def refused_total(self) -> int:
+        """Clients that were told why not."""
+        ...
+
+    @property
+    def dropped_total(self) -> int:
+        """Connections without a hello."""
+        ...
+
+
+class CallCounts(Protocol):
+    """What the gRPC server counts."""
+
+    @property
+    def ended(self) -> Mapping[tuple[str, str], int]:
+        """Calls by method and status code."""
+        ...
+
+    @property
+    def durations(self) -> Mapping[tuple[str, bool], Histogram]:
+        """By method, and whether it ended well."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What does not change while the daemon runs.
+
+    Attributes:
+        build: Values of the labels of `kvkeep_build_info`.
+        config: Values of the labels of `kvkeep_config_info`.
+        limits: By name of the metric.
+    """
+
+    build: tuple[str, ...]
+    config: tuple[str, ...]
+    limits: Mapping[str, int]
+
+
+class Readings:
+    """Event loop only.
+
+    Args:
+        service: Reads, commits, sessions, leases, index.
+        ram: The pool.
+        calls: Of the gRPC server.
+        handover: Of the fd socket.
+        loop_lag: How late the loop wakes.
+        facts: See `Facts`.
+
+    Attributes:
+        serving: Told by who starts and drains.
+        loop_lag: As given; whoever wakes up late adds to it.
+    """
+
+    def __init__(
+        self,
+        *,
+        service: BlockService,
+        ram: RamTier,
+        calls: CallCounts,
+        handover: HandoverCounts,
+        loop_lag: Histogram,
+        facts: Facts,
+    ) -> None:
+        """See the class."""
+        self.serving = False
+        self._service = service
+        self._ram = ram
+        self._calls = calls
+        self._handover = handover
+        self.loop_lag = loop_lag
+        self._facts = facts
+
+    def take(self) -> list[Reading]:
+        """All figures of now. They belong together: nothing runs in between."""
+        return [
+            *self._daemon(),
+            *self._reads(),
+            *self._commits(),
+            *self._tier(self._ram.stats()),
+            *self._index(),
+            *self._clients(),
+            *self._rpc(),
+        ]
+
+    def _daemon(self) -> Iterator[Reading]:
+        facts = self._facts
+        yield Reading("kvkeep_build_info", facts.build, 1)
+        yield Reading("kvkeep_config_info", facts.config, 1)
+        for name, limit in facts.limits.items():
+            yield Reading(name, (), limit)
+        yield Reading("kvkeep_serving", (), int(self.serving))
+        yield Reading("kvkeep_event_loop_lag_seconds", (), self.loop_lag.value())
+
+    def _reads(self) -> Iterator[Reading]:
+        for call, counts in self._service.manager.counts.by_call().items():
+            name = value_of(call)
+            yield Reading("kvkeep_reads_total", (name,), counts.calls)
+            yield Reading("kvkeep_blocks_asked_total", (name,), counts.asked)
+            for tier, blocks in counts.hits.items():
+                yield Reading("kvkeep_blocks_hit_total", (name, value_of(tier)), blocks)
+            for reason, blocks in counts.misses.items():
+                yield Reading("kvkeep_blocks_missed_total", (name, value_of(reason)), blocks)
+            yield Reading("kvkeep_blocks_failed_total", (name,), counts.failed)
+
+    def _commits(self) -> Iterator[Reading]:
+        counts = self._service.commits.counts
+        yield Reading("kvkeep_commits_total", (), counts.commits)
+        for status in CommitStatus:
+            if status is not CommitStatus.UNSPECIFIED:
+                blocks = int(counts.by_status[status])
+                yield Reading("kvkeep_commit_blocks_total", (value_of(status),), blocks)
+        yield Reading("kvkeep_commit_stored_bytes_total", (), counts.stored_nbytes)
+        yield Reading("kvkeep_commits_running", (), self._service.commits_running)
+
+    def _tier(self, pool: RamStats) -> Iterator[Reading]:
+        residency = self._service.manager.residency
+        tier = (value_of(self._ram.tier_id),)
+        ages, reuse = residency.evicted_ages.value(), residency.reuse_ages.value()
+        yield Reading("kvkeep_block_age_at_eviction_seconds", tier, ages)
+        yield Reading("kvkeep_block_reuse_age_seconds", tier, reuse)
+        yield Reading("kvkeep_tier_blocks", tier, residency.table.live_rows)
+        yield Reading("kvkeep_tier_payload_bytes", tier, residency.payload_nbytes)
+        yield Reading("kvkeep_tier_used_bytes", tier, pool.used_nbytes)
+        yield Reading("kvkeep_tier_limit_bytes", tier, pool.limit_nbytes)
+        for state, nbytes in (
+            (PoolState.USED, pool.used_nbytes),
+            (PoolState.FREE, pool.free_nbytes),
+            (PoolState.UNCUT, pool.uncut_nbytes),
+            (PoolState.TAIL, pool.tail_nbytes),
+            (PoolState.HEADER, pool.header_nbytes),
+        ):
+            yield Reading("kvkeep_pool_bytes", (value_of(state),), nbytes)
+        yield Reading("kvkeep_pool_padding_bytes", (), pool.padding_nbytes)
+        yield Reading("kvkeep_pool_chunks", (), pool.chunks)
+        yield Reading("kvkeep_pool_huge_chunks", (), pool.huge_chunks)
+        yield Reading("kvkeep_pool_growth_refused", (), int(bool(pool.growth_refused)))
+
+    def _index(self) -> Iterator[Reading]:
+        residency = self._service.manager.residency
+        table = residency.table
+        live, removed = table.live_rows, table.removed_rows
+        for state, rows in (
+            (RowState.LIVE, live),
+            (RowState.REMOVED, removed),
+            (RowState.FREE, table.geometry.rows - live - removed),
+        ):
+            yield Reading("kvkeep_index_rows", (value_of(state),), rows)
+        yield Reading("kvkeep_index_bytes", (), table.nbytes + residency.columns.nbytes)
+        yield Reading("kvkeep_index_rebuilds_total", (), residency.rebuilds_total)
+        yield Reading("kvkeep_index_collisions_total", (), residency.collisions_total)
+
+    def _clients(self) -> Iterator[Reading]:
+        service, handover = self._service, self._handover
+        sessions, leases = service.sessions, service.manager.leases
+        yield Reading("kvkeep_sessions", (), len(sessions))
+        yield Reading("kvkeep_sessions_opened_total", (), sessions.opened_total)
+        yield Reading("kvkeep_sessions_ended_total", (), sessions.ended_total)
+        yield Reading("kvkeep_staging_bytes", (), sessions.staging_nbytes)
+        yield Reading("kvkeep_namespaces", (), len(service.namespaces))
+        yield Reading("kvkeep_leases", (), len(leases))
+        yield Reading("kvkeep_leased_bytes", (), leases.leased_nbytes)
+        yield Reading("kvkeep_leases_expired_total", (), leases.expired_total)
+        yield Reading("kvkeep_touch_records_lost_total", (), service.touches.lost)
+        yield Reading("kvkeep_touch_records_invalid_total", (), service.touches.invalid)
+        yield Reading("kvkeep_handovers_refused_total", (), handover.refused_total)
+        yield Reading("kvkeep_handovers_dropped_total", (), handover.dropped_total)
+
+    def _rpc(self) -> Iterator[Reading]:
+        for (method, code), calls in self._calls.ended.items():
+            yield Reading("kvkeep_rpc_requests_total", (method, code), calls)
+        for (method, ok), seconds in self._calls.durations.items():
+            outcome = "ok" if ok else "error"
+            yield Reading("kvkeep_rpc_duration_seconds", (method, outcome), seconds.value())
