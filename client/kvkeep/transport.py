@@ -31,6 +31,8 @@ from kvkeep.v1.block_cache_pb2 import (
     OpenNamespaceRequest,
     OpenNamespaceResponse,
     ReleaseRequest,
+    RemoveRequest,
+    RemoveResponse,
     RenewRequest,
     RenewResponse,
 )
@@ -167,6 +169,10 @@ class Transport:
     def commit(self, request: CommitRequest, timeout_s: float) -> CommitResponse:
         """Commit."""
         return self._call(self._stub.Commit, request, timeout_s, "Commit")
+
+    def remove(self, request: RemoveRequest, timeout_s: float) -> RemoveResponse:
+        """Remove."""
+        return self._call(self._stub.Remove, request, timeout_s, "Remove")
 
     def begin_commit(self, request: CommitRequest, timeout_s: float) -> PendingCommit:
         """Commit without waiting for the answer."""

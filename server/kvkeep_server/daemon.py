@@ -30,6 +30,7 @@ from kvkeep_server.service.sessions import FdKind, FdOffer, Session, SessionLimi
 from kvkeep_server.tiering.commits import Commits
 from kvkeep_server.tiering.leases import LeaseLimits, Leases
 from kvkeep_server.tiering.manager import TierManager
+from kvkeep_server.tiering.removal import Removal
 from kvkeep_server.tiering.residency import Residency, TableSettings
 from kvkeep_server.tiering.room import RoomMaker
 from kvkeep_server.tiering.transfers import Transfers
@@ -118,7 +119,9 @@ def build_core(
         limits=ServiceLimits(settings.limits.keys_max, settings.limits.commits_running_max),
         namespaces=namespaces,
         sessions=sessions,
-        manager=TierManager(residency=residency, leases=leases),
+        manager=TierManager(
+            residency=residency, leases=leases, removal=Removal(residency=residency, room=room)
+        ),
         commits=Commits(
             residency=residency,
             room=room,

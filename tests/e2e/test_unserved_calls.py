@@ -18,6 +18,7 @@ SERVED = {
         "Release",
         "Renew",
         "Commit",
+        "Remove",
     },
     "Admin": {"Stats", "ListNamespaces"},
 }

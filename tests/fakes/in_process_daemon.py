@@ -401,6 +401,27 @@ class FakeDaemon(pb_grpc.BlockCacheServicer):
             status=bytes(status), stored=stored, already_stored=len(status) - stored
         )
 
+    def Remove(self, request, context):
+        """Knows no parents, so nothing follows a key."""
+        self._begin("Remove", context)
+        opened = self.opened[request.set_index]
+        status = []
+        for key in _split(request.keys, opened.spec.key_nbytes):
+            shards = [
+                (opened.namespace_id(rank), group)
+                for rank in opened.ranks
+                for group in range(len(opened.spec.groups))
+                if self.index.row_of(opened.namespace_id(rank), group, key) is not None
+            ]
+            for namespace_id, group in shards:
+                self.index.remove(namespace_id, group, key)
+            there = pb.REMOVAL_STATUS_REMOVED if shards else pb.REMOVAL_STATUS_ABSENT
+            status.append(there)
+        removed = status.count(pb.REMOVAL_STATUS_REMOVED)
+        return pb.RemoveResponse(
+            removed=removed, unknown=len(status) - removed, status=bytes(status)
+        )
+
     def put(
         self, namespace_id: bytes, group: int, key: bytes, data: bytes, chunk_id: int = 0
     ) -> int:

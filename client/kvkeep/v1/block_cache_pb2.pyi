@@ -296,6 +296,27 @@ COMMIT_STATUS_FAILED: CommitStatus.ValueType  # 8
 """the copy failed; nothing is visible"""
 Global___CommitStatus: typing_extensions.TypeAlias = CommitStatus
 
+class _RemovalStatus:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _RemovalStatusEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_RemovalStatus.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    REMOVAL_STATUS_UNSPECIFIED: _RemovalStatus.ValueType  # 0
+    REMOVAL_STATUS_REMOVED: _RemovalStatus.ValueType  # 1
+    REMOVAL_STATUS_ABSENT: _RemovalStatus.ValueType  # 2
+    REMOVAL_STATUS_KEPT: _RemovalStatus.ValueType  # 3
+    """blocks follow it that were not named, or that somebody keeps storing"""
+
+class RemovalStatus(_RemovalStatus, metaclass=_RemovalStatusEnumTypeWrapper): ...
+
+REMOVAL_STATUS_UNSPECIFIED: RemovalStatus.ValueType  # 0
+REMOVAL_STATUS_REMOVED: RemovalStatus.ValueType  # 1
+REMOVAL_STATUS_ABSENT: RemovalStatus.ValueType  # 2
+REMOVAL_STATUS_KEPT: RemovalStatus.ValueType  # 3
+"""blocks follow it that were not named, or that somebody keeps storing"""
+Global___RemovalStatus: typing_extensions.TypeAlias = RemovalStatus
+
 @typing.final
 class GroupSpec(google.protobuf.message.Message):
     """The KV of one attention kind."""
@@ -893,7 +914,6 @@ class LookupRequest(google.protobuf.message.Message):
     HINTS_FIELD_NUMBER: builtins.int
     set_index: builtins.int
     keys: builtins.bytes
-    """packed, chain order"""
     @property
     def hints(self) -> Global___Hints: ...
     def __init__(
@@ -1318,7 +1338,7 @@ Global___CommitResponse: typing_extensions.TypeAlias = CommitResponse
 
 @typing.final
 class ReadRequest(google.protobuf.message.Message):
-    """--- other hosts, hints, retention, events: served by later releases --------------------------------------------"""
+    """--- other hosts, hints, retention, events: most of it served by later releases ---------------------------"""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1548,6 +1568,10 @@ Global___UnpinResponse: typing_extensions.TypeAlias = UnpinResponse
 
 @typing.final
 class RemoveRequest(google.protobuf.message.Message):
+    """Keys packed, in any order. `removed` counts keys, descendants included; `status` has a RemovalStatus byte for each key
+    of the request, of which `unknown` were ABSENT.
+    """
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SET_INDEX_FIELD_NUMBER: builtins.int
@@ -1573,15 +1597,18 @@ class RemoveResponse(google.protobuf.message.Message):
 
     REMOVED_FIELD_NUMBER: builtins.int
     UNKNOWN_FIELD_NUMBER: builtins.int
+    STATUS_FIELD_NUMBER: builtins.int
     removed: builtins.int
     unknown: builtins.int
+    status: builtins.bytes
     def __init__(
         self,
         *,
         removed: builtins.int = ...,
         unknown: builtins.int = ...,
+        status: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["removed", b"removed", "unknown", b"unknown"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["removed", b"removed", "status", b"status", "unknown", b"unknown"]) -> None: ...
 
 Global___RemoveResponse: typing_extensions.TypeAlias = RemoveResponse
 

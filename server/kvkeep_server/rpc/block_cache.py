@@ -111,12 +111,21 @@ class BlockCacheServicer(pb_grpc.BlockCacheServicer):
         status = await self._service.commit(self._session(context), convert.order_of(request))
         return convert.commit_message(status)
 
+    @unary
+    async def Remove(self, request: pb.RemoveRequest, context: Context) -> pb.RemoveResponse:
+        removed = await self._service.remove(
+            self._session(context),
+            request.set_index,
+            request.keys,
+            with_descendants=request.with_descendants,
+        )
+        return convert.removed_message(removed)
+
     Read = not_served("Read: bytes for clients on other hosts")
     Write = not_served("Write: bytes from clients on other hosts")
     Prefetch = not_served("Prefetch: hints of what will be read")
     Pin = not_served("Pin: retention pins")
     Unpin = not_served("Unpin: retention pins")
-    Remove = not_served("Remove: taking blocks out")
     AdvanceEpoch = not_served(
         "AdvanceEpoch: new weights in place (open with a higher namespace_epoch instead)"
     )

@@ -27,6 +27,7 @@ from kvkeep_server.core.results import (
     CommitStatus,
     GroupKind,
     MissReason,
+    RemovalStatus,
     StateMode,
     StopReason,
     TierId,
@@ -44,6 +45,7 @@ from kvkeep_server.service.namespaces import (
 from kvkeep_server.service.sessions import Event
 from kvkeep_server.tiering.columns import BlockColumns
 from kvkeep_server.tiering.manager import Grant, Prefix
+from kvkeep_server.tiering.removal import Removed
 
 RETRY_AFTER_KEY = "kvkeep-retry-after-ms"
 
@@ -334,6 +336,15 @@ def commit_message(status: NDArray[np.uint8]) -> pb.CommitResponse:
         already_stored=there,
         refused=len(status) - stored - there,
         ack_level=pb.AckLevel.ValueType(AckLevel.RAM),
+    )
+
+
+def removed_message(removed: Removed) -> pb.RemoveResponse:
+    """Answer to Remove."""
+    return pb.RemoveResponse(
+        removed=removed.units,
+        unknown=int(np.count_nonzero(removed.status == RemovalStatus.ABSENT)),
+        status=removed.status.tobytes(),
     )
 
 

@@ -31,6 +31,7 @@ from kvkeep_server.service.sessions import Session, Sessions
 from kvkeep_server.service.touch_ring import NO_ROW
 from kvkeep_server.tiering.commits import CommitBatch, Commits, StagedGroup
 from kvkeep_server.tiering.manager import Grant, Prefix, ReadOrder, TierManager
+from kvkeep_server.tiering.removal import Removed
 
 I64 = NDArray[np.int64]
 U8 = NDArray[np.uint8]
@@ -92,7 +93,7 @@ class BlockService:
         limits: Of one call.
         namespaces: Identity.
         sessions: Who calls.
-        manager: Reads.
+        manager: Reads and removals.
         commits: Writes.
         clock: For uptime.
     """
@@ -233,6 +234,16 @@ class BlockService:
         self._finishing = True
         while self._running:
             await asyncio.wait(set(self._running))
+
+    async def remove(
+        self, session: Session, set_index: int, keys: bytes, *, with_descendants: bool
+    ) -> Removed:
+        """Takes the units of these keys out, leased ones too; see `Removal.of_keys`."""
+        opened = self._opened(session, set_index)
+        batch = self._keys(opened, keys)
+        return await self.manager.removal.of_keys(
+            opened.spaces, batch, with_descendants=with_descendants
+        )
 
     def _batch(self, session: Session, order: CommitOrder) -> CommitBatch:
         opened = self._opened(session, order.set_index)

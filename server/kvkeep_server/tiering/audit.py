@@ -24,14 +24,17 @@ def audit(columns: BlockColumns, table: IndexTable, generations: Callable[[U64],
     """
     ids = columns.in_use()
     table.check()
-    assert len(ids) == table.live_rows == columns.used, "rows and ids"
+    withdrawn = columns.withdrawn()
+    assert len(ids) == table.live_rows == columns.used - len(withdrawn), "rows and ids"
     rows = columns.row[ids].astype(np.int64)
     assert (table.ids[rows] == ids).all(), "row and id point to each other"
     assert (table.address_of(rows) == columns.address[ids]).all(), "addresses"
     assert (table.generation_of(rows) == columns.generation[ids]).all(), "generations of rows"
     assert (generations(columns.address[ids]) == columns.generation[ids]).all(), "of slots"
     assert not (columns.generation[ids] & np.uint64(1)).any(), "a visible block is not sealed"
-    assert len(np.unique(columns.address[ids])) == len(ids), "two blocks in one slot"
+    held = np.concatenate((ids, withdrawn))
+    assert len(np.unique(columns.address[held])) == len(held), "two blocks in one slot"
+    assert (columns.pins[columns.unit[withdrawn]] > 0).all(), "withdrawn and held by nobody"
     _audit_units(columns, ids)
 
 

@@ -111,8 +111,12 @@ class BlockColumns:
             self.key_words = wider
 
     def in_use(self) -> I64:
-        """All ids in use, ascending."""
+        """All ids of blocks in the index, ascending."""
         return np.flatnonzero(self.row >= 0)
+
+    def withdrawn(self) -> I64:
+        """Blocks that left the index and whose slots are pinned still, ascending."""
+        return np.flatnonzero((self.row < 0) & (self.unit >= 0))
 
     def not_held(self) -> I64:
         """Blocks whose unit is not pinned and has no pinned descendant."""

@@ -15,6 +15,7 @@ from kvkeep_server.core.keys import KeyBatch
 from kvkeep_server.core.results import MissReason
 from kvkeep_server.tiering.keyspaces import Keyspace, KeyspaceSet
 from kvkeep_server.tiering.leases import Lease, Leases
+from kvkeep_server.tiering.removal import Removal
 from kvkeep_server.tiering.residency import Residency
 
 I64 = NDArray[np.int64]
@@ -96,12 +97,14 @@ class TierManager:
     Args:
         residency: Where blocks are.
         leases: Who may read.
+        removal: Takes out by name.
     """
 
-    def __init__(self, *, residency: Residency, leases: Leases) -> None:
+    def __init__(self, *, residency: Residency, leases: Leases, removal: Removal) -> None:
         """See the class."""
         self.residency = residency
         self.leases = leases
+        self.removal = removal
         self.counts = Counts()
 
     def lookup(self, spaces: KeyspaceSet, keys: KeyBatch, hints: Hints) -> Prefix:

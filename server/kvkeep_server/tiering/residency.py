@@ -24,6 +24,7 @@ from kvkeep_server.tiering.audit import audit
 from kvkeep_server.tiering.columns import BlockColumns
 from kvkeep_server.tiering.ghosts import Ghosts
 from kvkeep_server.tiering.keyspaces import Keyspace, KeyspaceSet
+from kvkeep_server.tiering.lineage import descended
 from kvkeep_server.tiering.rebuild import PreparedTable, fill_table
 from kvkeep_server.tiering.sealed import PARENT_BEFORE, Marks, Sealed
 from kvkeep_server.tiers.ram.tier import RamTier
@@ -241,6 +242,10 @@ class Residency:
             assert (pins > 0).all(), "unpin without pin"
             self.columns.pins[units] = pins - 1
             idle = units[pins == 1]
+            withdrawn = self.columns.row[idle] < 0
+            if withdrawn.any():
+                self._free(self._blocks_of(idle[withdrawn]))
+                idle = idle[~withdrawn]
             if len(idle):
                 self._policy.unpin(idle)
 
@@ -342,14 +347,19 @@ class Residency:
 
         The units must be unpinned and differ from each other.
         """
-        columns = self.columns
-        assert not columns.pins[units].any(), "a pinned unit may not leave"
+        assert not self.columns.pins[units].any(), "a pinned unit may not leave"
+        return self.withdraw(units, reason)
+
+    def withdraw(self, units: I64, reason: MissReason) -> int:
+        """As `remove`, of pinned units too: nobody finds them any more, and the slots of those go
+        back with their last pin. Every resident child of a unit leaves with it."""
+        columns, pinned = self.columns, self.columns.pins[units] > 0
+        self._policy.unpin(units[pinned])
         blocks = self._blocks_of(units)
         rows = columns.row[blocks].astype(np.int64)
         tags = self.table.tag_of(rows)
         self.ghosts.remember(tags, columns.last_used_s[columns.unit[blocks]], reason)
         self.table.remove(rows)
-        self._ram.free(columns.address[blocks])
         parents = columns.parent[units]
         parents = parents[parents >= 0]
         np.subtract.at(columns.children, parents, 1)
@@ -358,8 +368,15 @@ class Residency:
             *np.unique(columns.keyspace[blocks], return_counts=True), strict=True
         ):
             self.payload_nbytes -= int(count) * self._keyspaces[int(keyspace)].block_nbytes
-        columns.free(blocks)
+        columns.row[blocks] = -1
+        columns.parent[units] = -1
+        self._free(blocks if not pinned.any() else self._blocks_of(units[~pinned]))
         return len(blocks)
+
+    def _free(self, blocks: I64) -> None:
+        """Slots and ids of blocks that are in the index no more."""
+        self._ram.free(self.columns.address[blocks])
+        self.columns.free(blocks)
 
     def _blocks_of(self, units: I64) -> I64:
         """All blocks of these units."""
@@ -383,13 +400,7 @@ class Residency:
         ids = columns.in_use()
         units = np.zeros(columns.capacity, bool)
         units[columns.unit[ids[np.isin(columns.address[ids], addresses)]]] = True
-        # Ancestors by pointer doubling: after k rounds a unit is marked if one of its 2^k nearest
-        # ancestors is.
-        up = columns.parent.astype(np.int64)
-        while (up >= 0).any():
-            has = np.flatnonzero(up >= 0)
-            units[has] |= units[up[has]]
-            up[has] = up[up[has]]
+        units = descended(columns.parent, units)
         leaving = np.flatnonzero(units & (columns.unit == np.arange(columns.capacity)))
         if not columns.pins[leaving].any():
             self.evicted_total += self.remove(leaving, MissReason.EVICTED)

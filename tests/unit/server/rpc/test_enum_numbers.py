@@ -14,6 +14,7 @@ PAIRS = [
     (results.CommitStatus, block_cache_pb2.CommitStatus, "COMMIT_STATUS_"),
     (results.AckLevel, block_cache_pb2.AckLevel, "ACK_LEVEL_"),
     (results.RenewStatus, block_cache_pb2.RenewStatus, "RENEW_STATUS_"),
+    (results.RemovalStatus, block_cache_pb2.RemovalStatus, "REMOVAL_STATUS_"),
     (results.GroupKind, block_cache_pb2.GroupKind, "GROUP_KIND_"),
     (results.StateMode, block_cache_pb2.StateMode, "STATE_MODE_"),
     (results.NamespaceMode, admin_pb2.NamespaceMode, "NAMESPACE_MODE_"),
