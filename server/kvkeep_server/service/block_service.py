@@ -19,8 +19,15 @@ from kvkeep_server.core.errors import (
 )
 from kvkeep_server.core.hints import Hints
 from kvkeep_server.core.keys import KeyBatch
-from kvkeep_server.core.results import AckLevel, GroupKind, RenewStatus, StopReason
+from kvkeep_server.core.results import (
+    AckLevel,
+    GroupKind,
+    MissReason,
+    RenewStatus,
+    StopReason,
+)
 from kvkeep_server.index.layout import LAYOUT_VERSION, PAGE_NBYTES
+from kvkeep_server.service.checking import Checker
 from kvkeep_server.service.namespaces import (
     Namespaces,
     NamespaceSet,
@@ -114,6 +121,7 @@ class BlockService:
         self.sessions = sessions
         self.manager = manager
         self.commits = commits
+        self.checker = Checker(manager=manager, clock=clock)
         self.touches = TouchCounts()
         self._clock = clock
         self._started_s = clock.monotonic_s()
@@ -340,7 +348,7 @@ class BlockService:
             self.touches.invalid += 1
             return 1
         self.manager.counts.lookups += 1
-        self.manager.counts.add(asked, found)
+        self.manager.counts.add(asked, found, MissReason.UNSPECIFIED)
         if not found or row == NO_ROW:
             return 1
         residency = self.manager.residency

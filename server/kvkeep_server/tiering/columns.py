@@ -5,6 +5,9 @@ An id names one stored block (one rank, one group). Blocks of one key of a names
 reused; a free id has `row` -1.
 """
 
+import copy
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -101,6 +104,13 @@ class BlockColumns:
             getattr(self, name)[ids] = empty
         self._free[self._free_count : self._free_count + len(ids)] = ids[::-1]
         self._free_count += len(ids)
+
+    def snapshot(self, names: Sequence[str]) -> "BlockColumns":
+        """A copy of these columns, to look at in any thread; the others are as they are now."""
+        twin = copy.copy(self)
+        for name in names:
+            setattr(twin, name, getattr(self, name).copy())
+        return twin
 
     def widen_keys(self, words: int) -> None:
         """Makes room for keys of so many u64 words."""

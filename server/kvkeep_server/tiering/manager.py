@@ -5,7 +5,7 @@ Only the ram tier stands behind it in this release; nvme and redis join here, an
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,12 +30,16 @@ class Counts:
     missed: int = 0
     lookups: int = 0
     acquires: int = 0
+    missed_by: dict[MissReason, int] = field(default_factory=dict)
 
-    def add(self, asked: int, hit: int) -> None:
-        """One request over a chain of `asked` blocks whose leading `hit` are there."""
+    def add(self, asked: int, hit: int, ended: MissReason) -> None:
+        """One request over a chain of `asked` blocks whose leading `hit` are there, and why it
+        ended; UNSPECIFIED where nobody knows."""
         self.asked += asked
         self.hit += hit
-        self.missed += asked - hit
+        if asked > hit:
+            self.missed += asked - hit
+            self.missed_by[ended] = self.missed_by.get(ended, 0) + asked - hit
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +115,10 @@ class TierManager:
         """Longest usable prefix; counts as a use of its blocks."""
         found = self.residency.prefix(spaces.local, keys)
         self.residency.touch(self.residency.units_of(found[0]), hints)
+        prefix = self._prefix(spaces, keys, len(found[0]))
         self.counts.lookups += 1
-        self.counts.add(len(keys), len(found[0]))
-        return self._prefix(spaces, keys, len(found[0]))
+        self.counts.add(len(keys), prefix.blocks, prefix.ended)
+        return prefix
 
     def _prefix(self, spaces: KeyspaceSet, keys: KeyBatch, blocks: int) -> Prefix:
         if blocks == len(keys):
@@ -131,8 +136,9 @@ class TierManager:
         found = self.residency.prefix(spaces.local, keys)
         blocks = len(found[0])
         self.residency.touch(self.residency.units_of(found[0]), order.hints)
+        prefix = self._prefix(spaces, keys, blocks)
         self.counts.acquires += 1
-        self.counts.add(len(keys), blocks)
+        self.counts.add(len(keys), blocks, prefix.ended)
         boundary_nbytes = sum(space.block_nbytes for space in spaces.local)
         first = min(order.skip, blocks)
         leased = blocks - first
@@ -152,7 +158,7 @@ class TierManager:
                 nbytes=leased * boundary_nbytes,
                 ttl_s=order.ttl_s,
             )
-        return Grant(self._prefix(spaces, keys, blocks), lease, first, leased, columns)
+        return Grant(prefix, lease, first, leased, columns)
 
     def check(self) -> None:
         """Audits everything below.
@@ -162,4 +168,13 @@ class TierManager:
         """
         self.residency.check()
         self.leases.check()
+        self.check_counts()
+
+    def check_counts(self) -> None:
+        """Audits the counts.
+
+        Raises:
+            AssertionError: They do not add up.
+        """
         assert self.counts.asked == self.counts.hit + self.counts.missed, "asked = hit + missed"
+        assert self.counts.missed == sum(self.counts.missed_by.values()), "missed, by reason"
