@@ -13,16 +13,24 @@ from kvkeep_server.cli.bench import bench
 from kvkeep_server.cli.check import check
 from kvkeep_server.cli.config import config
 from kvkeep_server.cli.demo import demo
+from kvkeep_server.cli.replay import replay
 from kvkeep_server.cli.serve import serve
 from kvkeep_server.cli.stats import stats
 from kvkeep_server.config import ConfigError
 from kvkeep_server.core.errors import KVKeepError
+from kvkeep_server.sim.trace import TraceError
 
 # EX_CONFIG of sysexits.h.
 EXIT_CONFIG = 78
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
-_EXIT_CODES = ((ConfigError, EXIT_CONFIG), (NoDaemonError, EXIT_NO_DAEMON))
+# EX_DATAERR.
+EXIT_DATA = 65
+_EXIT_CODES = (
+    (ConfigError, EXIT_CONFIG),
+    (NoDaemonError, EXIT_NO_DAEMON),
+    (TraceError, EXIT_DATA),
+)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -31,7 +39,7 @@ def kvkeep() -> None:
     """A tiered store for the KV cache of LLM inference engines."""
 
 
-for command in (bench, check, config, demo, serve, stats):
+for command in (bench, check, config, demo, replay, serve, stats):
     kvkeep.add_command(command)
 
 
