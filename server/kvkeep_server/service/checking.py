@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -126,23 +127,28 @@ class Checker:
             await asyncio.sleep(_PAUSE_S)
 
     async def _moment(self, report: CheckReport) -> None:
-        judges: dict[str, Callable[[], None]] = {}
+        """One copy after the other, each judged in a thread."""
+        residency, leases = self._manager.residency, self._manager.leases
+        room = await asyncio.to_thread(residency.columns.blank)
+        takes: dict[str, Callable[[], Callable[[], None]]] = {
+            "blocks, units and pool": lambda: residency.audit().moment(room),
+            "eviction policy": lambda: residency.audit().policy_moment(),
+            "leases": leases.moment,
+        }
+        for where, take in takes.items():
+            judges: list[Callable[[], None]] = []
+            self._step(report, where, partial(_keep, judges, take))
+            for judge in judges:
+                await asyncio.to_thread(self._judge, report, where, judge)
+        self._step(report, "index", residency.table.check_counts)
+        self._step(report, "counts", self._manager.check_counts)
 
-        def copy_blocks() -> None:
-            judges["blocks, units and pool"] = self._manager.residency.audit().moment()
-
-        def copy_leases() -> None:
-            judges["leases"] = self._manager.leases.moment()
-            self._manager.check_counts()
-
-        self._step(report, "index", copy_blocks)
-        await asyncio.sleep(_PAUSE_S)
-        self._step(report, "leases and counts", copy_leases)
-        for where, judge in judges.items():
-            try:
-                await asyncio.to_thread(judge)
-            except AssertionError as error:
-                report.findings.append(f"{where}: {error}")
+    def _judge(self, report: CheckReport, where: str, judge: Callable[[], None]) -> None:
+        """In a thread, while nothing else writes to the report."""
+        try:
+            judge()
+        except AssertionError as error:
+            report.findings.append(f"{where}: {error}")
 
     async def _bytes(self, report: CheckReport, order: CheckOrder) -> None:
         residency, start = self._manager.residency, 0
@@ -180,3 +186,7 @@ class Checker:
             report.findings.append(
                 f"wrong bytes: {len(ids)} blocks, taken out with what follows them"
             )
+
+
+def _keep(judges: list[Callable[[], None]], take: Callable[[], Callable[[], None]]) -> None:
+    judges.append(take())

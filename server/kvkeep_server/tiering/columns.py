@@ -6,7 +6,7 @@ reused; a free id has `row` -1.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,7 @@ _COLUMNS: dict[str, tuple[type[np.generic], int]] = {
     "checksum": (np.uint64, 0),
     "last_used_s": (np.float64, 0),
 }
+_OF_A_SNAPSHOT = ("row", "unit", "next_shard", "parent", "children", "pins", "keyspace", "address")
 
 
 class BlockColumns:
@@ -105,11 +106,19 @@ class BlockColumns:
         self._free[self._free_count : self._free_count + len(ids)] = ids[::-1]
         self._free_count += len(ids)
 
-    def snapshot(self, names: Sequence[str]) -> "BlockColumns":
-        """A copy of these columns, to look at in any thread; the others are as they are now."""
+    def blank(self) -> dict[str, NDArray[np.generic]]:
+        """Room for a `snapshot`, touched, so that filling it takes no page faults. Any thread."""
+        return {name: np.full_like(getattr(self, name), 1) for name in _OF_A_SNAPSHOT}
+
+    def snapshot(self, room: Mapping[str, NDArray[np.generic]]) -> "BlockColumns":
+        """A copy of what links blocks with each other and with slots, to look at in any thread; the
+        other columns are as they are now. `room` is that of `blank`."""
+        if len(room["row"]) != self.capacity:
+            room = self.blank()
         twin = copy.copy(self)
-        for name in names:
-            setattr(twin, name, getattr(self, name).copy())
+        for name, column in room.items():
+            np.copyto(column, getattr(self, name))
+            setattr(twin, name, column)
         return twin
 
     def widen_keys(self, words: int) -> None:
