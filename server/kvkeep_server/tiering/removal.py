@@ -70,6 +70,8 @@ class Removal:
         self._residency = residency
         self._room = room
         self.counts = RemovalCounts()
+        # Each search takes a thread and 20 bytes a block: one at a time, however many ask.
+        self._searching = asyncio.Lock()
 
     async def of_keys(
         self, spaces: KeyspaceSet, keys: KeyBatch, *, with_descendants: bool
@@ -136,8 +138,9 @@ class Removal:
     async def _trees_out(self, units: I64, reason: MissReason) -> int:
         """Takes out these and what descends from them, leaves first, a slice at a time."""
         columns = self._residency.columns
-        parents, generations = columns.parent.copy(), columns.generation.copy()
-        trees = await asyncio.to_thread(_trees, parents, units)
+        async with self._searching:
+            parents, generations = columns.parent.copy(), columns.generation.copy()
+            trees = await asyncio.to_thread(_trees, parents, units)
         removed = 0
         for start in range(0, len(trees), _SLICE_UNITS):
             await self._room.index_at_rest()

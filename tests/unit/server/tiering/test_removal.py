@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import time
 
 import numpy as np
 import pytest
@@ -248,6 +249,30 @@ def test_children_that_come_during_the_search_leave_too(core, session, opened, m
     monkeypatch.setattr(removal, "_trees", search)
     core.remove(session, opened, stem[:1])
     assert core.core.residency.table.live_rows == 0
+
+
+def test_one_search_at_a_time(core, session, opened, monkeypatch):
+    chains = [keys_of(number, 5) for number in range(6)]
+    for keys in chains:
+        core.put(session, opened, keys)
+    search, running = removal._trees, []
+
+    def watched(parents, units):
+        running.append(len(running))
+        time.sleep(0.01)
+        assert running.pop() == 0, "two searches at once"
+        return search(parents, units)
+
+    monkeypatch.setattr(removal, "_trees", watched)
+    index = opened.spaces.index
+
+    async def all_at_once():
+        remove = core.core.service.remove
+        return await asyncio.gather(
+            *(remove(session, index, keys[0], with_descendants=True) for keys in chains)
+        )
+
+    assert [removed.units for removed in core.run(all_at_once())] == [5] * 6
 
 
 def test_nothing_leaves_while_the_index_is_rebuilt(session, core, opened, monkeypatch):
