@@ -22,7 +22,16 @@ from kvkeep.errors import (
     SessionLostError,
     UnavailableError,
 )
-from kvkeep.results import AckLevel, BlockStatus, CommitResult, CommitStatus, Lookup, MissReason
+from kvkeep.results import (
+    AckLevel,
+    BlockStatus,
+    CommitResult,
+    CommitStatus,
+    Lookup,
+    MissReason,
+    RemovalResult,
+    RemovalStatus,
+)
 from kvkeep.spec import Group, GroupKind, Hints, NamespaceSpec, StateMode, StopReason
 
 if TYPE_CHECKING:
@@ -51,6 +60,8 @@ __all__ = [
     "Namespace",
     "NamespaceSpec",
     "NotSupportedError",
+    "RemovalResult",
+    "RemovalStatus",
     "ResourceExhaustedError",
     "SessionLostError",
     "StateMode",

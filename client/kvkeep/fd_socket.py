@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from google.protobuf.message import DecodeError
 
 from kvkeep.errors import DeadlineError, UnavailableError
-from kvkeep.v1.block_cache_pb2 import SideHello, SidePacket
+from kvkeep.v1.session_pb2 import SideHello, SidePacket
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -1,4 +1,4 @@
-"""A namespace set as an engine uses it: look up, acquire, read, store."""
+"""A namespace set as an engine uses it: look up, acquire, read, store, remove."""
 
 from __future__ import annotations
 
@@ -12,7 +12,15 @@ from kvkeep.copying import copy_blocks, targets_of
 from kvkeep.errors import DeadlineError, InvalidArgumentError, KVKeepError, UnavailableError
 from kvkeep.leases import Acquired
 from kvkeep.opened import Opened
-from kvkeep.results import NOTHING_FOUND, AckLevel, CommitResult, CommitStatus, Lookup
+from kvkeep.results import (
+    NOTHING_FOUND,
+    AckLevel,
+    CommitResult,
+    CommitStatus,
+    Lookup,
+    RemovalResult,
+    RemovalStatus,
+)
 from kvkeep.shared_index import Words
 from kvkeep.spec import U64_MAX, Hints, check_number, check_seconds, invalid
 from kvkeep.store import Pipeline, Store
@@ -332,6 +340,27 @@ class Namespace:
                 )
                 pipeline.put(store, sources[start:stop])
         return _summed(pipeline.status)
+
+    def remove(
+        self, keys: Keys, *, with_descendants: bool = True, timeout_s: float | None = None
+    ) -> RemovalResult:
+        """Take the blocks of these keys out, of all ranks and groups, in any order of keys.
+
+        From the answer on nobody finds them; who reads them under a lease reads on. Blocks that
+        follow one of them in any chain leave too, since nobody could find those; a key that has
+        such blocks is KEPT when `with_descendants` is False. One RPC.
+
+        Errors: InvalidArgumentError, UnavailableError, DeadlineError (they may be gone or not).
+        """
+        packed = bytes(pack_keys(keys, self.spec.key_nbytes))
+        opened = self._require()
+        opened.check_count(len(packed) // self.spec.key_nbytes)
+        request = pb.RemoveRequest(
+            set_index=opened.set_index, keys=packed, with_descendants=with_descendants
+        )
+        deadline_s = self._timeout_s if timeout_s is None else timeout_s
+        response = opened.session.transport.remove(request, deadline_s)
+        return RemovalResult(tuple(map(RemovalStatus, response.status)), response.removed)
 
     def _piece_blocks(self, block_nbytes: int) -> int:
         """Two pieces are in the staging memory at a time."""

@@ -34,6 +34,15 @@ class CommitStatus(IntEnum):
     FAILED = 8
 
 
+class RemovalStatus(IntEnum):
+    """Of one key of a removal."""
+
+    UNSPECIFIED = 0
+    REMOVED = 1
+    ABSENT = 2
+    KEPT = 3
+
+
 class RenewStatus(IntEnum):
     """Of one lease of a renewal."""
 
@@ -100,3 +109,16 @@ class CommitResult:
     stored: int
     already_stored: int
     refused: int
+
+
+@dataclass(frozen=True, slots=True)
+class RemovalResult:
+    """What became of a removal.
+
+    Attributes:
+        status: One a key asked for, in their order.
+        removed: Keys that left, those that followed the ones asked for included.
+    """
+
+    status: tuple[RemovalStatus, ...]
+    removed: int

@@ -17,14 +17,13 @@ from kvkeep.shared_index import IndexTable
 from kvkeep.shared_memory import LAYOUT_VERSION, Chunk, RegionError, TouchRing, map_region
 from kvkeep.staging import Staging
 from kvkeep.transport import AttachStream, Transport
-from kvkeep.v1.block_cache_pb2 import FdDescription, FdKind, SideHello
+from kvkeep.v1.session_pb2 import FdDescription, FdKind, SideHello
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from pathlib import Path
 
     from kvkeep.v1.block_cache_pb2 import AttachEvent
-
 SOCKET_NAME: Final = "kvkeep.sock"
 FD_SOCKET_NAME: Final = "kvkeep.fd.sock"
 _TABLES_KEPT: Final = 2

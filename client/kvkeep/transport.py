@@ -29,16 +29,18 @@ from kvkeep.v1.block_cache_pb2 import (
     AcquireResponse,
     AttachEvent,
     AttachRequest,
-    CallMethod,
     CommitRequest,
     CommitResponse,
     OpenNamespaceRequest,
     OpenNamespaceResponse,
     ReleaseRequest,
+    RemoveRequest,
+    RemoveResponse,
     RenewRequest,
     RenewResponse,
 )
 from kvkeep.v1.block_cache_pb2_grpc import BlockCacheStub
+from kvkeep.v1.session_pb2 import CallMethod
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -63,9 +65,15 @@ _OPTIONS: Final = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.enable_http_proxy", 0),
 )
-# A commit copies: looking for its reply would take a core from the daemon. A release is made behind
-# the work: nobody waits for it.
-_UNHURRIED: Final = frozenset({CallMethod.CALL_METHOD_COMMIT, CallMethod.CALL_METHOD_RELEASE})
+# A commit copies, a removal may take long: looking for the reply would take a core from the daemon.
+# A release is made behind the work: nobody waits for it.
+_UNHURRIED: Final = frozenset(
+    {
+        CallMethod.CALL_METHOD_COMMIT,
+        CallMethod.CALL_METHOD_RELEASE,
+        CallMethod.CALL_METHOD_REMOVE,
+    }
+)
 _SESSION_METADATA: Final = "kvkeep-session-bin"
 _RETRY_AFTER_METADATA: Final = "kvkeep-retry-after-ms"
 
@@ -185,6 +193,11 @@ class Transport:
     def commit(self, request: CommitRequest, timeout_s: float) -> CommitResponse:
         """Commit."""
         return self.begin_commit(request, timeout_s).result()
+
+    def remove(self, request: RemoveRequest, timeout_s: float) -> RemoveResponse:
+        """Remove."""
+        wait = self._begin(CallMethod.CALL_METHOD_REMOVE, request, timeout_s, "Remove")
+        return RemoveResponse.FromString(wait())
 
     def begin_commit(self, request: CommitRequest, timeout_s: float) -> PendingCommit:
         """Commit without waiting for the answer."""

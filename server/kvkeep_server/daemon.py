@@ -42,6 +42,7 @@ from kvkeep_server.service.sessions import Session, SessionLimits, Sessions
 from kvkeep_server.tiering.commits import Commits
 from kvkeep_server.tiering.leases import LeaseLimits, Leases
 from kvkeep_server.tiering.manager import TierManager
+from kvkeep_server.tiering.removal import Removal
 from kvkeep_server.tiering.residency import Residency, TableSettings
 from kvkeep_server.tiering.room import RoomMaker
 from kvkeep_server.tiering.transfers import Transfers
@@ -141,11 +142,13 @@ def build_core(
     room = RoomMaker(ram=ram, residency=residency, publish_table=wiring.on_table)
     admission = admission_policy(settings.ram.admission)()
     commits = Commits(residency=residency, room=room, transfers=transfers, admission=admission)
+    removal = Removal(residency=residency, room=room)
+    manager = TierManager(residency=residency, leases=leases, removal=removal)
     service = BlockService(
         limits=ServiceLimits(settings.limits.keys_max, settings.limits.commits_running_max),
         namespaces=namespaces,
         sessions=sessions,
-        manager=TierManager(residency=residency, leases=leases),
+        manager=manager,
         commits=commits,
         clock=clock,
     )

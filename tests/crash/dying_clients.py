@@ -11,7 +11,7 @@ from pathlib import Path
 import kvkeep
 from kvkeep.fd_socket import FdSocket
 from kvkeep.results import CommitStatus
-from kvkeep.v1.block_cache_pb2 import SideHello
+from kvkeep.v1.session_pb2 import SideHello
 from tests.fakes.client_process import Wire
 from tests.fakes.generated_blocks import (
     KEY_NBYTES,

@@ -17,10 +17,10 @@ import signal
 import socket
 import sys
 
-from kvkeep.v1 import block_cache_pb2
+from kvkeep.v1 import session_pb2
 
 PAGE = 4096
-KIND = block_cache_pb2.FdKind
+KIND = session_pb2.FdKind
 MAP_SHARED, PROT_READ, PROT_WRITE = mmap.MAP_SHARED, mmap.PROT_READ, mmap.PROT_WRITE
 F_SEAL_WRITE, F_SEAL_FUTURE_WRITE = fcntl.F_SEAL_WRITE, 0x10
 FALLOC_KEEP_SIZE, FALLOC_PUNCH_HOLE, FALLOC_COLLAPSE, FALLOC_ZERO = 1, 2, 8, 16
@@ -48,10 +48,10 @@ def attach(path):
     client = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     client.settimeout(10)
     client.connect(path)
-    hello = block_cache_pb2.SideHello(client_name="attacker", layout_versions=[1])
+    hello = session_pb2.SideHello(client_name="attacker", layout_versions=[1])
     client.send(hello.SerializeToString())
     payload, fds, _, _ = socket.recv_fds(client, 65536, 64)
-    packet = block_cache_pb2.SidePacket.FromString(payload)
+    packet = session_pb2.SidePacket.FromString(payload)
     assert not packet.error, packet.error
     return client, {KIND.Name(d.kind): fd for d, fd in zip(packet.fds, fds, strict=True)}
 

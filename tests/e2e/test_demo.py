@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from kvkeep_server.cli import demo_replay
+from kvkeep_server.cli import replay_engine
 from kvkeep_server.cli.main import run
 
 LAST_LINE = re.compile(r"(\d+) blocks verified, (\d+) wrong")
@@ -28,7 +28,7 @@ def test_every_byte_of_the_real_trace_is_right():
     verified, wrong = last_line(done.stdout)
     assert verified > 10_000
     assert wrong == 0
-    for told in ("prefill", "Prefill saved", "hit ratio", "evicted", "restart", " 60/60 requests"):
+    for told in ("prefill", "Prefill saved", "hit ratio", "evicted", "restart", "60/60 requests"):
         assert told in done.stdout
     assert "\x1b" not in done.stdout, "escape codes on what is not a terminal"
     assert int(re.search(r"([\d,]+) blocks were evicted", done.stdout)[1].replace(",", "")) > 0
@@ -37,7 +37,7 @@ def test_every_byte_of_the_real_trace_is_right():
 @pytest.mark.parametrize("at", [0, 113_919])
 def test_a_wrong_byte_makes_it_exit_1(monkeypatch, capsys, at):
     """One byte of the third block that is stored is not the one that it must be."""
-    fill = demo_replay.BlockBytes.fill
+    fill = replay_engine.BlockBytes.fill
     filled = []
 
     def fill_wrong_once(self, key, block):
@@ -46,7 +46,7 @@ def test_a_wrong_byte_makes_it_exit_1(monkeypatch, capsys, at):
         if len(filled) == 3:
             block[at] ^= 0x01
 
-    monkeypatch.setattr(demo_replay.BlockBytes, "fill", fill_wrong_once)
+    monkeypatch.setattr(replay_engine.BlockBytes, "fill", fill_wrong_once)
     code = run(["demo", "--requests", "4", "--ram", "256MiB"])
     verified, wrong = last_line(capsys.readouterr().out)
     assert code == 1

@@ -18,8 +18,9 @@ SERVED = {
         "Release",
         "Renew",
         "Commit",
+        "Remove",
     },
-    "Admin": {"Stats", "ListNamespaces"},
+    "Admin": {"Stats", "ListNamespaces", "Check"},
 }
 MODULES = {
     "BlockCache": (block_cache_pb2, block_cache_pb2_grpc.BlockCacheStub),

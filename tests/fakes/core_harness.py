@@ -20,6 +20,7 @@ from kvkeep_server.service.block_service import CommitOrder
 from kvkeep_server.service.namespaces import GroupSpec, NamespaceSpec, OpenedNamespace
 from kvkeep_server.service.sessions import HelloFacts, Session, Welcome
 from kvkeep_server.tiering.manager import Grant, Prefix, ReadOrder
+from kvkeep_server.tiering.removal import Removed
 from kvkeep_server.tiering.transfers import CopyIn
 
 MIB = 1 << 20
@@ -158,7 +159,7 @@ class Harness:
         """Also what holds while no commit runs: no slot is held by anything but a block."""
         self.check()
         columns = self.core.residency.columns
-        ids = columns.in_use()
+        ids = np.concatenate((columns.in_use(), columns.withdrawn()))
         slots = int(self.core.ram.slabs.slot_nbytes(columns.address[ids]).sum())
         assert self.core.ram.slabs.used_nbytes == slots, "slots that no block has"
         assert self.core.service.commits.in_flight == 0, "commits in flight"
@@ -292,6 +293,22 @@ class Harness:
         assert grant.lease is not None
         status, _ = self.core.service.renew(session, [grant.lease.lease_id], ttl_s)
         return status[0]
+
+    def remove(
+        self,
+        session: Session,
+        opened: OpenedNamespace,
+        keys: Iterable[bytes],
+        *,
+        with_descendants: bool = True,
+    ) -> Removed:
+        work = self.core.service.remove(
+            session,
+            opened.spaces.index,
+            b"".join(keys),
+            with_descendants=with_descendants,
+        )
+        return self.run(work)
 
     def bytes_of(self, grant: Grant, column: int = 0) -> list[bytes]:
         """What a client would read under the lease."""

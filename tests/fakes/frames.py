@@ -9,15 +9,17 @@ from contextlib import suppress
 from typing import Any
 
 from kvkeep.v1 import block_cache_pb2 as pb
+from kvkeep.v1 import session_pb2
 
 HEADER = struct.Struct("<IHHII")
 CALLS: dict[int, tuple[str, Any]] = {
-    pb.CALL_METHOD_OPEN_NAMESPACE: ("OpenNamespace", pb.OpenNamespaceRequest),
-    pb.CALL_METHOD_LOOKUP: ("Lookup", pb.LookupRequest),
-    pb.CALL_METHOD_ACQUIRE: ("Acquire", pb.AcquireRequest),
-    pb.CALL_METHOD_RELEASE: ("Release", pb.ReleaseRequest),
-    pb.CALL_METHOD_RENEW: ("Renew", pb.RenewRequest),
-    pb.CALL_METHOD_COMMIT: ("Commit", pb.CommitRequest),
+    session_pb2.CALL_METHOD_OPEN_NAMESPACE: ("OpenNamespace", pb.OpenNamespaceRequest),
+    session_pb2.CALL_METHOD_LOOKUP: ("Lookup", pb.LookupRequest),
+    session_pb2.CALL_METHOD_ACQUIRE: ("Acquire", pb.AcquireRequest),
+    session_pb2.CALL_METHOD_RELEASE: ("Release", pb.ReleaseRequest),
+    session_pb2.CALL_METHOD_RENEW: ("Renew", pb.RenewRequest),
+    session_pb2.CALL_METHOD_COMMIT: ("Commit", pb.CommitRequest),
+    session_pb2.CALL_METHOD_REMOVE: ("Remove", pb.RemoveRequest),
 }
 
 

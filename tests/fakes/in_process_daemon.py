@@ -25,6 +25,7 @@ import numpy as np
 
 from kvkeep.v1 import block_cache_pb2 as pb
 from kvkeep.v1 import block_cache_pb2_grpc as pb_grpc
+from kvkeep.v1 import session_pb2
 from kvkeep.v1.admin_pb2 import StatsResponse
 from kvkeep.v1.admin_pb2_grpc import AdminServicer, add_AdminServicer_to_server
 from tests.fakes import frames
@@ -50,7 +51,7 @@ class FakeSession:
     connection: socket.socket
     staging: FakeRegion
     ring: FakeTouchRing
-    hello: pb.SideHello
+    hello: session_pb2.SideHello
     calls: socket.socket
     sequence: int = 0
     heartbeats: int = 0
@@ -120,7 +121,7 @@ class FakeDaemon(pb_grpc.BlockCacheServicer):
         self.failures: dict[str, deque[Failure]] = {}
         self.gates: dict[str, threading.Event] = {}
         self.refuse_hello = ""
-        self.welcome_kinds = set(pb.FdKind.values())
+        self.welcome_kinds = set(session_pb2.FdKind.values())
         self._next_lease = 1
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._server = grpc.server(ThreadPoolExecutor(16))
@@ -196,9 +197,9 @@ class FakeDaemon(pb_grpc.BlockCacheServicer):
             self._welcome(connection)
 
     def _welcome(self, connection: socket.socket) -> None:
-        hello = pb.SideHello.FromString(connection.recv(4096))
+        hello = session_pb2.SideHello.FromString(connection.recv(4096))
         if self.refuse_hello:
-            connection.send(pb.SidePacket(error=self.refuse_hello).SerializeToString())
+            connection.send(session_pb2.SidePacket(error=self.refuse_hello).SerializeToString())
             connection.close()
             return
         staging = FakeRegion(hello.staging_nbytes or self.staging_nbytes, client_writes=True)
@@ -208,11 +209,11 @@ class FakeDaemon(pb_grpc.BlockCacheServicer):
         self.sessions[token] = session
         threading.Thread(target=frames.serve, args=(own, self, token), daemon=True).start()
         offers = [
-            (pb.FD_KIND_INDEX, self.index.table_id, self.index),
-            (pb.FD_KIND_STAGING, 0, staging),
-            (pb.FD_KIND_TOUCH_RING, 0, session.ring),
-            *((pb.FD_KIND_CHUNK, chunk.chunk_id, chunk) for chunk in self.chunks),
-            (pb.FD_KIND_CALLS, 0, _End(theirs)),
+            (session_pb2.FD_KIND_INDEX, self.index.table_id, self.index),
+            (session_pb2.FD_KIND_STAGING, 0, staging),
+            (session_pb2.FD_KIND_TOUCH_RING, 0, session.ring),
+            *((session_pb2.FD_KIND_CHUNK, chunk.chunk_id, chunk) for chunk in self.chunks),
+            (session_pb2.FD_KIND_CALLS, 0, _End(theirs)),
         ]
         offers = [offer for offer in offers if offer[0] in self.welcome_kinds]
         try:
@@ -232,13 +233,13 @@ class FakeDaemon(pb_grpc.BlockCacheServicer):
         *,
         more: bool = False,
     ) -> None:
-        packet = pb.SidePacket(
+        packet = session_pb2.SidePacket(
             sequence=sequence,
             session_token=b"" if sequence else session.token,
             server_epoch=self.server_epoch,
             layout_version=1,
             more=more,
-            fds=[pb.FdDescription(kind=k, id=i, nbytes=r.nbytes) for k, i, r in offers],
+            fds=[session_pb2.FdDescription(kind=k, id=i, nbytes=r.nbytes) for k, i, r in offers],
         )
         fds = [region.client_fd() for _, _, region in offers]
         socket.send_fds(session.connection, [packet.SerializeToString()], fds)
@@ -251,7 +252,9 @@ class FakeDaemon(pb_grpc.BlockCacheServicer):
         self.chunks.append(chunk)
         for session in self.sessions.values():
             session.sequence += 1
-            self._send(session, session.sequence, [(pb.FD_KIND_CHUNK, chunk.chunk_id, chunk)])
+            self._send(
+                session, session.sequence, [(session_pb2.FD_KIND_CHUNK, chunk.chunk_id, chunk)]
+            )
             added = pb.ChunkAdded(chunk_id=chunk.chunk_id, nbytes=nbytes)
             self.tell(session, pb.AttachEvent(sequence=session.sequence, chunk_added=added))
         return chunk
@@ -264,7 +267,9 @@ class FakeDaemon(pb_grpc.BlockCacheServicer):
         old.state = 2
         for session in self.sessions.values():
             session.sequence += 1
-            self._send(session, session.sequence, [(pb.FD_KIND_INDEX, table_id, self.index)])
+            self._send(
+                session, session.sequence, [(session_pb2.FD_KIND_INDEX, table_id, self.index)]
+            )
             moved = pb.IndexMoved(table_id=table_id)
             self.tell(session, pb.AttachEvent(sequence=session.sequence, index_moved=moved))
         old.close()
@@ -417,6 +422,27 @@ class FakeDaemon(pb_grpc.BlockCacheServicer):
         stored = status.count(pb.COMMIT_STATUS_STORED)
         return pb.CommitResponse(
             status=bytes(status), stored=stored, already_stored=len(status) - stored
+        )
+
+    def Remove(self, request, context):
+        """Knows no parents, so nothing follows a key."""
+        self._begin("Remove", context)
+        opened = self.opened[request.set_index]
+        status = []
+        for key in _split(request.keys, opened.spec.key_nbytes):
+            shards = [
+                (opened.namespace_id(rank), group)
+                for rank in opened.ranks
+                for group in range(len(opened.spec.groups))
+                if self.index.row_of(opened.namespace_id(rank), group, key) is not None
+            ]
+            for namespace_id, group in shards:
+                self.index.remove(namespace_id, group, key)
+            there = pb.REMOVAL_STATUS_REMOVED if shards else pb.REMOVAL_STATUS_ABSENT
+            status.append(there)
+        removed = status.count(pb.REMOVAL_STATUS_REMOVED)
+        return pb.RemoveResponse(
+            removed=removed, unknown=len(status) - removed, status=bytes(status)
         )
 
     def put(

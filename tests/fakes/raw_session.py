@@ -8,7 +8,7 @@ from pathlib import Path
 import grpc
 import numpy as np
 
-from kvkeep.v1 import admin_pb2, admin_pb2_grpc, block_cache_pb2, block_cache_pb2_grpc
+from kvkeep.v1 import admin_pb2, admin_pb2_grpc, block_cache_pb2, block_cache_pb2_grpc, session_pb2
 from tests.fakes.frames import HEADER, received
 
 DEADLINE_S = 10.0
@@ -29,14 +29,14 @@ class RawSession:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.socket.settimeout(DEADLINE_S)
         self.socket.connect(str(self._dir / "kvkeep.fd.sock"))
-        hello = block_cache_pb2.SideHello(
+        hello = session_pb2.SideHello(
             client_name="raw", layout_versions=[1], staging_nbytes=self._staging_nbytes
         )
         self.socket.send(hello.SerializeToString())
         more = True
         while more:
             payload, fds, _, _ = socket.recv_fds(self.socket, 65536, 64)
-            packet = block_cache_pb2.SidePacket.FromString(payload)
+            packet = session_pb2.SidePacket.FromString(payload)
             assert not packet.error, packet.error
             more = packet.more
             for description, fd in zip(packet.fds, fds, strict=True):
@@ -49,11 +49,11 @@ class RawSession:
 
     def _take(self, description, fd: int) -> None:
         self.fds.setdefault(description.kind, []).append(fd)
-        if description.kind == block_cache_pb2.FD_KIND_CHUNK:
+        if description.kind == session_pb2.FD_KIND_CHUNK:
             self.chunks[description.id] = mmap.mmap(fd, 0, prot=mmap.PROT_READ)
-        if description.kind == block_cache_pb2.FD_KIND_STAGING:
+        if description.kind == session_pb2.FD_KIND_STAGING:
             self.staging = mmap.mmap(fd, 0)
-        if description.kind == block_cache_pb2.FD_KIND_CALLS:
+        if description.kind == session_pb2.FD_KIND_CALLS:
             self.calls = socket.socket(fileno=os.dup(fd))
             self.calls.settimeout(DEADLINE_S)
 

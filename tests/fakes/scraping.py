@@ -45,7 +45,8 @@ class Page:
         assert {series: v for series, v in self.samples.items() if v < 0} == {}
         stored = self.sum("kvkeep_commit_blocks_total", status="stored")
         evicted = self.sum("kvkeep_block_age_at_eviction_seconds_count")
-        assert self.sum("kvkeep_tier_blocks") == stored - evicted
+        assert evicted == self.sum("kvkeep_blocks_left_total", reason="evicted")
+        assert self.sum("kvkeep_tier_blocks") == stored - self.sum("kvkeep_blocks_left_total")
         assert self.sum("kvkeep_pool_bytes") <= self.sum("kvkeep_tier_limit_bytes", tier="ram")
         for metric in CATALOG.values():
             if metric.kind is MetricKind.HISTOGRAM:

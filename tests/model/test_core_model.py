@@ -12,6 +12,8 @@ After each step everything audits itself. What is held against the model:
 """
 
 import asyncio
+import functools
+import operator
 import struct
 from dataclasses import dataclass
 
@@ -27,7 +29,7 @@ from hypothesis.stateful import (
 )
 
 from kvkeep_server.core.keys import KeyBatch
-from kvkeep_server.core.results import CommitStatus, MissReason, RenewStatus
+from kvkeep_server.core.results import CommitStatus, MissReason, RemovalStatus, RenewStatus
 from kvkeep_server.service.namespaces import OpenedNamespace
 from kvkeep_server.service.sessions import Session
 from kvkeep_server.service.touch_ring import HEADER_NBYTES
@@ -182,10 +184,10 @@ class CoreAgainstDicts(RuleBasedStateMachine):
         pair=st.permutations(range(CLIENTS)),
         set_number=SETS,
         part=st.tuples(CHAINS, st.integers(1, LENGTH)),
-        end_one=st.booleans(),
+        meanwhile=st.sampled_from(["nothing", "its client dies", "all is removed"]),
     )
-    def commit_at_once(self, pair, set_number, part, end_one):
-        """Two commits of one chain, one while the other copies, whose client may die meanwhile."""
+    def commit_at_once(self, pair, set_number, part, meanwhile):
+        """Two commits of one chain, one while the other copies, and something happens meanwhile."""
         number, count = part
         one, other = (self.clients[who] for who in pair[:2])
         keys = chain(set_number, number)[:count]
@@ -206,8 +208,15 @@ class CoreAgainstDicts(RuleBasedStateMachine):
             for _ in range(5):
                 await asyncio.sleep(0)
             self.core.core.service.check()
-            if end_one:
+            if meanwhile == "its client dies":
                 self.core.core.sessions.end(one.session.session_id, "killed")
+            if meanwhile == "all is removed":
+                await self.core.core.service.remove(
+                    other.session,
+                    other.opened[set_number].spaces.index,
+                    b"".join(keys),
+                    with_descendants=True,
+                )
             gate.open()
             status = [await task for task in storing]
             gate.remove()
@@ -217,6 +226,38 @@ class CoreAgainstDicts(RuleBasedStateMachine):
         self._note(set_number, 0, keys, blocks[0], first)
         self._note(set_number, 0, keys, blocks[1], second)
         self._attach_again()
+
+    # --- removing
+
+    @rule(
+        who=WHO,
+        which=WHICH,
+        part=st.tuples(st.integers(0, LENGTH - 1), st.integers(1, LENGTH)),
+        with_descendants=st.booleans(),
+    )
+    def remove(self, who, which, part, with_descendants):
+        set_number, keys = self._pick(which)
+        named = keys[part[0] : part[0] + part[1]]
+        before = self._there(set_number)
+        by = self.clients[who]
+        removed = self.core.remove(
+            by.session, by.opened[set_number], named, with_descendants=with_descendants
+        )
+        after = self._there(set_number)
+        assert removed.units == len(before - after)
+        for key, status in zip(named, removed.status.tolist(), strict=True):
+            assert (status == RemovalStatus.ABSENT) == (key not in before)
+            assert (status == RemovalStatus.KEPT) == (key in after)
+            assert not with_descendants or status != RemovalStatus.KEPT
+        assert with_descendants or before - after <= set(named)
+
+    def _there(self, set_number):
+        """Keys of which any rank or group is in the index."""
+        every = ALL_CHAINS[set_number]
+        there = [self.core.core.residency.find(of, every) >= 0 for of in self._spaces(set_number)]
+        packed, nbytes = every.pack(), every.key_nbytes
+        some = functools.reduce(operator.or_, there)
+        return {packed[at * nbytes : (at + 1) * nbytes] for at in some.nonzero()[0].tolist()}
 
     # --- reading
 
@@ -240,7 +281,11 @@ class CoreAgainstDicts(RuleBasedStateMachine):
         )
         assert grant.prefix.blocks == self._resident(set_number, keys)
         if grant.prefix.blocks < len(keys):
-            assert grant.prefix.ended in (MissReason.NEVER_SEEN, MissReason.EVICTED)
+            assert grant.prefix.ended in (
+                MissReason.NEVER_SEEN,
+                MissReason.EVICTED,
+                MissReason.REMOVED,
+            )
         assert (grant.lease is None) == (grant.leased == 0)
         if budget:
             boundary = sum(group.block_nbytes for group in SPECS[set_number].groups)
@@ -248,7 +293,10 @@ class CoreAgainstDicts(RuleBasedStateMachine):
         if grant.lease is not None:
             keys = keys[grant.first : grant.first + grant.leased]
             leased = Leased(by, set_number, keys, grant, self._read(grant))
-            self._verify(leased)
+            for (space, _), got in zip(grant.columns, leased.read, strict=True):
+                for key, payload in zip(keys, got, strict=True):
+                    name = (set_number, key, space.rank, space.group)
+                    assert payload == self.acknowledged[name]
             self.leases.append(leased)
 
     def _pick(self, which):
@@ -264,15 +312,6 @@ class CoreAgainstDicts(RuleBasedStateMachine):
 
     def _read(self, grant):
         return [self.core.bytes_of(grant, column) for column in range(len(grant.columns))]
-
-    def _verify(self, leased):
-        """What is read now is what was acknowledged, and what was read first."""
-        read = self._read(leased.grant)
-        assert read == leased.read
-        for (space, _), got in zip(leased.grant.columns, read, strict=True):
-            for key, payload in zip(leased.keys, got, strict=True):
-                name = (leased.set_number, key, space.rank, space.group)
-                assert payload == self.acknowledged[name]
 
     def _resident(self, set_number, keys):
         """Length of the prefix, found the slow way: key by key, keyspace by keyspace."""
@@ -335,7 +374,8 @@ class CoreAgainstDicts(RuleBasedStateMachine):
         if status == RenewStatus.RENEWED:
             assert not leased.lost
             leased.holder = self.clients[who]
-            self._verify(leased)
+            # Also where the key was removed meanwhile, and stored again with other bytes.
+            assert self._read(leased.grant) == leased.read
         elif status == RenewStatus.LOST:
             leased.lost = True
 

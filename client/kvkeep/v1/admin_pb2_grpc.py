@@ -131,7 +131,10 @@ class AdminServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Check(self, request, context):
-        """Audits the index, the accounting and the pool. Errors: UNIMPLEMENTED in this release.
+        """Audits index, accounting, pool and leases while the daemon serves; with `verify_checksums` also the bytes of every
+        block in ram, read in a thread. Blocks with wrong bytes are taken out, with what follows them. Takes 2 s for a million
+        blocks, and as long as the bytes take at the rate asked for; ends with its caller.
+        Errors: RESOURCE_EXHAUSTED (a check is running already).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -9,7 +9,7 @@ chain order, each `key_nbytes` of the namespace long (16 to 64), opaque to the s
 a status per block as one packed column, never one message per block.
 
 Common to all calls:
- * On the daemon's host the unary calls can be made on the session's call socket as well (CallMethod).
+ * On the daemon's host the unary calls can be made on the session's call socket as well (session.proto).
  * Metadata `kvkeep-session-bin` carries the 32-byte session token from the fd socket. A call without a
    live session fails with UNAUTHENTICATED; attach again.
  * Every call should carry a deadline. The server ends a call at the deadline and answers with what it has
@@ -82,61 +82,6 @@ STATE_MODE_REPLAYABLE: StateMode.ValueType  # 1
 STATE_MODE_EXACT: StateMode.ValueType  # 2
 """only a prefix whose state is stored is usable"""
 Global___StateMode: typing_extensions.TypeAlias = StateMode
-
-class _FdKind:
-    ValueType = typing.NewType("ValueType", builtins.int)
-    V: typing_extensions.TypeAlias = ValueType
-
-class _FdKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_FdKind.ValueType], builtins.type):
-    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
-    FD_KIND_UNSPECIFIED: _FdKind.ValueType  # 0
-    FD_KIND_INDEX: _FdKind.ValueType  # 1
-    FD_KIND_STAGING: _FdKind.ValueType  # 2
-    FD_KIND_TOUCH_RING: _FdKind.ValueType  # 3
-    FD_KIND_CHUNK: _FdKind.ValueType  # 4
-    FD_KIND_CALLS: _FdKind.ValueType  # 5
-    """the call socket, welcome only; size 0"""
-
-class FdKind(_FdKind, metaclass=_FdKindEnumTypeWrapper): ...
-
-FD_KIND_UNSPECIFIED: FdKind.ValueType  # 0
-FD_KIND_INDEX: FdKind.ValueType  # 1
-FD_KIND_STAGING: FdKind.ValueType  # 2
-FD_KIND_TOUCH_RING: FdKind.ValueType  # 3
-FD_KIND_CHUNK: FdKind.ValueType  # 4
-FD_KIND_CALLS: FdKind.ValueType  # 5
-"""the call socket, welcome only; size 0"""
-Global___FdKind: typing_extensions.TypeAlias = FdKind
-
-class _CallMethod:
-    ValueType = typing.NewType("ValueType", builtins.int)
-    V: typing_extensions.TypeAlias = ValueType
-
-class _CallMethodEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_CallMethod.ValueType], builtins.type):
-    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
-    CALL_METHOD_UNSPECIFIED: _CallMethod.ValueType  # 0
-    CALL_METHOD_OPEN_NAMESPACE: _CallMethod.ValueType  # 1
-    CALL_METHOD_LOOKUP: _CallMethod.ValueType  # 2
-    CALL_METHOD_ACQUIRE: _CallMethod.ValueType  # 3
-    CALL_METHOD_RELEASE: _CallMethod.ValueType  # 4
-    CALL_METHOD_RENEW: _CallMethod.ValueType  # 5
-    CALL_METHOD_COMMIT: _CallMethod.ValueType  # 6
-
-class CallMethod(_CallMethod, metaclass=_CallMethodEnumTypeWrapper):
-    """--- the call socket (STREAM; shared_memory.md) ----------------------------------------------------------------
-
-    The calls that a client on this host may make on its call socket instead of gRPC: the same messages, errors and
-    limits, a twentieth of the time.
-    """
-
-CALL_METHOD_UNSPECIFIED: CallMethod.ValueType  # 0
-CALL_METHOD_OPEN_NAMESPACE: CallMethod.ValueType  # 1
-CALL_METHOD_LOOKUP: CallMethod.ValueType  # 2
-CALL_METHOD_ACQUIRE: CallMethod.ValueType  # 3
-CALL_METHOD_RELEASE: CallMethod.ValueType  # 4
-CALL_METHOD_RENEW: CallMethod.ValueType  # 5
-CALL_METHOD_COMMIT: CallMethod.ValueType  # 6
-Global___CallMethod: typing_extensions.TypeAlias = CallMethod
 
 class _TierId:
     ValueType = typing.NewType("ValueType", builtins.int)
@@ -330,6 +275,27 @@ COMMIT_STATUS_REFUSED_ORPHAN: CommitStatus.ValueType  # 7
 COMMIT_STATUS_FAILED: CommitStatus.ValueType  # 8
 """the copy failed; nothing is visible"""
 Global___CommitStatus: typing_extensions.TypeAlias = CommitStatus
+
+class _RemovalStatus:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _RemovalStatusEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_RemovalStatus.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    REMOVAL_STATUS_UNSPECIFIED: _RemovalStatus.ValueType  # 0
+    REMOVAL_STATUS_REMOVED: _RemovalStatus.ValueType  # 1
+    REMOVAL_STATUS_ABSENT: _RemovalStatus.ValueType  # 2
+    REMOVAL_STATUS_KEPT: _RemovalStatus.ValueType  # 3
+    """blocks follow it that were not named, or that somebody keeps storing"""
+
+class RemovalStatus(_RemovalStatus, metaclass=_RemovalStatusEnumTypeWrapper): ...
+
+REMOVAL_STATUS_UNSPECIFIED: RemovalStatus.ValueType  # 0
+REMOVAL_STATUS_REMOVED: RemovalStatus.ValueType  # 1
+REMOVAL_STATUS_ABSENT: RemovalStatus.ValueType  # 2
+REMOVAL_STATUS_KEPT: RemovalStatus.ValueType  # 3
+"""blocks follow it that were not named, or that somebody keeps storing"""
+Global___RemovalStatus: typing_extensions.TypeAlias = RemovalStatus
 
 @typing.final
 class GroupSpec(google.protobuf.message.Message):
@@ -779,108 +745,6 @@ class Draining(google.protobuf.message.Message):
 Global___Draining: typing_extensions.TypeAlias = Draining
 
 @typing.final
-class SideHello(google.protobuf.message.Message):
-    """--- the fd socket (SEQPACKET; shared_memory.md) ---------------------------------------------------------------
-
-    First message of a client, one packet.
-    """
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    CLIENT_NAME_FIELD_NUMBER: builtins.int
-    LAYOUT_VERSIONS_FIELD_NUMBER: builtins.int
-    STAGING_NBYTES_FIELD_NUMBER: builtins.int
-    CREDENTIAL_FIELD_NUMBER: builtins.int
-    PID_FIELD_NUMBER: builtins.int
-    client_name: builtins.str
-    """for operators; at most 256 bytes"""
-    staging_nbytes: builtins.int
-    """0 = the server's default; at most limits.staging_nbytes_max"""
-    credential: builtins.str
-    """where the daemon is configured with tenants"""
-    pid: builtins.int
-    """for operators; the server trusts SO_PEERCRED, not this"""
-    @property
-    def layout_versions(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
-    def __init__(
-        self,
-        *,
-        client_name: builtins.str = ...,
-        layout_versions: collections.abc.Iterable[builtins.int] | None = ...,
-        staging_nbytes: builtins.int = ...,
-        credential: builtins.str = ...,
-        pid: builtins.int = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["client_name", b"client_name", "credential", b"credential", "layout_versions", b"layout_versions", "pid", b"pid", "staging_nbytes", b"staging_nbytes"]) -> None: ...
-
-Global___SideHello: typing_extensions.TypeAlias = SideHello
-
-@typing.final
-class FdDescription(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    KIND_FIELD_NUMBER: builtins.int
-    ID_FIELD_NUMBER: builtins.int
-    NBYTES_FIELD_NUMBER: builtins.int
-    kind: Global___FdKind.ValueType
-    id: builtins.int
-    """chunk id or table id; 0 otherwise"""
-    nbytes: builtins.int
-    """size of the file"""
-    def __init__(
-        self,
-        *,
-        kind: Global___FdKind.ValueType = ...,
-        id: builtins.int = ...,
-        nbytes: builtins.int = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["id", b"id", "kind", b"kind", "nbytes", b"nbytes"]) -> None: ...
-
-Global___FdDescription: typing_extensions.TypeAlias = FdDescription
-
-@typing.final
-class SidePacket(google.protobuf.message.Message):
-    """Server's messages: the welcome first, later one for each event that brings fds. `fds` describes, in order, the
-    descriptors that this packet carries.
-    """
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    SEQUENCE_FIELD_NUMBER: builtins.int
-    SESSION_TOKEN_FIELD_NUMBER: builtins.int
-    SERVER_EPOCH_FIELD_NUMBER: builtins.int
-    LAYOUT_VERSION_FIELD_NUMBER: builtins.int
-    FDS_FIELD_NUMBER: builtins.int
-    ERROR_FIELD_NUMBER: builtins.int
-    MORE_FIELD_NUMBER: builtins.int
-    sequence: builtins.int
-    """0 = welcome, else the sequence of the AttachEvent that it belongs to"""
-    session_token: builtins.bytes
-    """welcome only, 32 bytes"""
-    server_epoch: builtins.int
-    layout_version: builtins.int
-    error: builtins.str
-    """a sentence; the socket is closed after it"""
-    more: builtins.bool
-    """another packet of the same sequence follows"""
-    @property
-    def fds(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___FdDescription]: ...
-    def __init__(
-        self,
-        *,
-        sequence: builtins.int = ...,
-        session_token: builtins.bytes = ...,
-        server_epoch: builtins.int = ...,
-        layout_version: builtins.int = ...,
-        fds: collections.abc.Iterable[Global___FdDescription] | None = ...,
-        error: builtins.str = ...,
-        more: builtins.bool = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["error", b"error", "fds", b"fds", "layout_version", b"layout_version", "more", b"more", "sequence", b"sequence", "server_epoch", b"server_epoch", "session_token", b"session_token"]) -> None: ...
-
-Global___SidePacket: typing_extensions.TypeAlias = SidePacket
-
-@typing.final
 class Hints(google.protobuf.message.Message):
     """All optional; for policies. Those of this release read none of them yet."""
 
@@ -928,7 +792,6 @@ class LookupRequest(google.protobuf.message.Message):
     HINTS_FIELD_NUMBER: builtins.int
     set_index: builtins.int
     keys: builtins.bytes
-    """packed, chain order"""
     @property
     def hints(self) -> Global___Hints: ...
     def __init__(
@@ -1353,7 +1216,7 @@ Global___CommitResponse: typing_extensions.TypeAlias = CommitResponse
 
 @typing.final
 class ReadRequest(google.protobuf.message.Message):
-    """--- other hosts, hints, retention, events: served by later releases --------------------------------------------"""
+    """--- other hosts, hints, retention, events: most of it served by later releases ---------------------------"""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1583,6 +1446,10 @@ Global___UnpinResponse: typing_extensions.TypeAlias = UnpinResponse
 
 @typing.final
 class RemoveRequest(google.protobuf.message.Message):
+    """Keys packed, in any order. `removed` counts keys, descendants included; `status` has a RemovalStatus byte for each key
+    of the request, of which `unknown` were ABSENT.
+    """
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SET_INDEX_FIELD_NUMBER: builtins.int
@@ -1608,15 +1475,18 @@ class RemoveResponse(google.protobuf.message.Message):
 
     REMOVED_FIELD_NUMBER: builtins.int
     UNKNOWN_FIELD_NUMBER: builtins.int
+    STATUS_FIELD_NUMBER: builtins.int
     removed: builtins.int
     unknown: builtins.int
+    status: builtins.bytes
     def __init__(
         self,
         *,
         removed: builtins.int = ...,
         unknown: builtins.int = ...,
+        status: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["removed", b"removed", "unknown", b"unknown"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["removed", b"removed", "status", b"status", "unknown", b"unknown"]) -> None: ...
 
 Global___RemoveResponse: typing_extensions.TypeAlias = RemoveResponse
 

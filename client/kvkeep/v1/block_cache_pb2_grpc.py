@@ -233,8 +233,11 @@ class BlockCacheServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Remove(self, request, context):
-        """Removes blocks from every tier. Leased blocks go when their last lease ends.
-        Errors: UNIMPLEMENTED in this release.
+        """Removes blocks by key: all ranks and groups of each. From the answer on nobody finds them; who reads them under a
+        lease reads on, and their memory comes back with the last lease. A block without its parent can be found by nobody, so
+        the blocks that follow a key in any chain leave with it (`with_descendants`), or the key is KEPT. A block that is being
+        stored at this moment is not there yet: ABSENT. One that is stored behind a removed one is REFUSED_ORPHAN.
+        Errors: INVALID_ARGUMENT (among others: more than limits.keys_max keys), NOT_FOUND (namespace set not open).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

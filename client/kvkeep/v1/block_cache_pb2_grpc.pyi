@@ -9,7 +9,7 @@ chain order, each `key_nbytes` of the namespace long (16 to 64), opaque to the s
 a status per block as one packed column, never one message per block.
 
 Common to all calls:
- * On the daemon's host the unary calls can be made on the session's call socket as well (CallMethod).
+ * On the daemon's host the unary calls can be made on the session's call socket as well (session.proto).
  * Metadata `kvkeep-session-bin` carries the 32-byte session token from the fd socket. A call without a
    live session fails with UNAUTHENTICATED; attach again.
  * Every call should carry a deadline. The server ends a call at the deadline and answers with what it has
@@ -508,8 +508,11 @@ class BlockCacheStub(typing.Generic[_BlockCacheOpenNamespaceType, _BlockCacheAtt
     """Takes a retention pin back. Idempotent. Errors: UNIMPLEMENTED in this release."""
 
     Remove: _BlockCacheRemoveType
-    """Removes blocks from every tier. Leased blocks go when their last lease ends.
-    Errors: UNIMPLEMENTED in this release.
+    """Removes blocks by key: all ranks and groups of each. From the answer on nobody finds them; who reads them under a
+    lease reads on, and their memory comes back with the last lease. A block without its parent can be found by nobody, so
+    the blocks that follow a key in any chain leave with it (`with_descendants`), or the key is KEPT. A block that is being
+    stored at this moment is not there yet: ABSENT. One that is stored behind a removed one is REFUSED_ORPHAN.
+    Errors: INVALID_ARGUMENT (among others: more than limits.keys_max keys), NOT_FOUND (namespace set not open).
     """
 
     AdvanceEpoch: _BlockCacheAdvanceEpochType
@@ -733,8 +736,11 @@ class BlockCacheServicer(metaclass=abc.ABCMeta):
         request: kvkeep.v1.block_cache_pb2.RemoveRequest,
         context: _ServicerContext,
     ) -> typing.Union[kvkeep.v1.block_cache_pb2.RemoveResponse, collections.abc.Awaitable[kvkeep.v1.block_cache_pb2.RemoveResponse]]:
-        """Removes blocks from every tier. Leased blocks go when their last lease ends.
-        Errors: UNIMPLEMENTED in this release.
+        """Removes blocks by key: all ranks and groups of each. From the answer on nobody finds them; who reads them under a
+        lease reads on, and their memory comes back with the last lease. A block without its parent can be found by nobody, so
+        the blocks that follow a key in any chain leave with it (`with_descendants`), or the key is KEPT. A block that is being
+        stored at this moment is not there yet: ABSENT. One that is stored behind a removed one is REFUSED_ORPHAN.
+        Errors: INVALID_ARGUMENT (among others: more than limits.keys_max keys), NOT_FOUND (namespace set not open).
         """
 
     @abc.abstractmethod

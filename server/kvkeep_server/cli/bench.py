@@ -12,22 +12,16 @@ import kvkeep
 from kvkeep_server.cli.bench_daemon import DaemonProcess, NoOpRpc
 from kvkeep_server.cli.bench_local import CHAIN_BLOCKS, LocalBench, Plan, machine
 from kvkeep_server.cli.bench_rows import Row, as_json, as_text, missed
+from kvkeep_server.cli.sizes import size_from
 from kvkeep_server.core.errors import KVKeepError
 from kvkeep_server.core.memory_limit import read_memory_limit
-from kvkeep_server.core.quantities import format_size, parse_size, show_size
+from kvkeep_server.core.quantities import format_size, show_size
 
 EXIT_MISSED = 1
 # A daemon that stops by itself drains first.
 DAEMON_END_S = 8.0
 # Beside the pool: staging, the source, destinations, both processes.
 MARGIN_NBYTES = 3 << 29
-
-
-def _size(_context: click.Context, _option: click.Parameter, value: str) -> int:
-    nbytes = parse_size(value)
-    if nbytes is None or nbytes < 1 << 20:
-        raise click.BadParameter(f"{value!r} is not a size of at least 1MiB such as 1.5GiB")
-    return nbytes
 
 
 @click.group()
@@ -41,7 +35,7 @@ def bench() -> None:
 @click.option(
     "--resident",
     metavar="SIZE",
-    callback=_size,
+    callback=size_from(1 << 20),
     default=format_size(Plan().resident_nbytes),
     show_default=True,
     help="Stored of each block size, at least; the bounds are for the default.",

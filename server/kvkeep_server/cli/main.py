@@ -8,18 +8,30 @@ from importlib.metadata import version
 import click
 
 import kvkeep as client
+from kvkeep_server.cli.admin_calls import EXIT_NO_DAEMON, NoDaemonError
 from kvkeep_server.cli.bench import bench
+from kvkeep_server.cli.check import check
 from kvkeep_server.cli.config import config
 from kvkeep_server.cli.demo import demo
 from kvkeep_server.cli.health import health
+from kvkeep_server.cli.replay import replay
 from kvkeep_server.cli.serve import serve
+from kvkeep_server.cli.stats import stats
 from kvkeep_server.config import ConfigError
 from kvkeep_server.core.errors import KVKeepError
+from kvkeep_server.sim.trace import TraceError
 
 # EX_CONFIG of sysexits.h.
 EXIT_CONFIG = 78
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
+# EX_DATAERR.
+EXIT_DATA = 65
+_EXIT_CODES = (
+    (ConfigError, EXIT_CONFIG),
+    (NoDaemonError, EXIT_NO_DAEMON),
+    (TraceError, EXIT_DATA),
+)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -28,7 +40,7 @@ def kvkeep() -> None:
     """A tiered store for the KV cache of LLM inference engines."""
 
 
-for command in (bench, config, demo, health, serve):
+for command in (bench, check, config, demo, health, replay, serve, stats):
     kvkeep.add_command(command)
 
 
@@ -41,10 +53,8 @@ def run(arguments: Sequence[str]) -> int:
     try:
         code = kvkeep.main(args=list(arguments), prog_name="kvkeep", standalone_mode=False)
         sys.stdout.flush()
-    except ConfigError as error:
-        return _fail(str(error), EXIT_CONFIG)
     except (KVKeepError, client.KVKeepError) as error:
-        return _fail(str(error), EXIT_FAILED)
+        return _fail(str(error), _exit_code(error))
     except click.ClickException as error:
         error.show()
         return error.exit_code
@@ -55,6 +65,10 @@ def run(arguments: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
     return int(code or 0)
+
+
+def _exit_code(error: Exception) -> int:
+    return next((code for kind, code in _EXIT_CODES if isinstance(error, kind)), EXIT_FAILED)
 
 
 def _fail(message: str, code: int) -> int:

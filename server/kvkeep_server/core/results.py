@@ -66,6 +66,15 @@ class CommitStatus(IntEnum):
     FAILED = 8
 
 
+class RemovalStatus(IntEnum):
+    """Of one key in a Remove."""
+
+    UNSPECIFIED = 0
+    REMOVED = 1
+    ABSENT = 2
+    KEPT = 3
+
+
 class AckLevel(IntEnum):
     """How far a stored block has come when Commit answers."""
 

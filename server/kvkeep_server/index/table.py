@@ -277,12 +277,20 @@ class IndexTable:
             AssertionError: A count is off, a row's version is odd, or a live row cannot be found by
                 its tag.
         """
+        self.check_counts()
+        rows = np.flatnonzero(self._tag > _REMOVED)
+        found, collides = self.find(self._tag[rows], self._check[rows])
+        assert collides is None or not collides.any(), "two rows of one tag"
+        assert (found == rows).all(), "a live row is out of reach"
+
+    def check_counts(self) -> None:
+        """The part of `check` that looks nothing up.
+
+        Raises:
+            AssertionError: See there.
+        """
         live = self._tag > _REMOVED
         assert int(np.count_nonzero(live)) == self.live_rows, "live rows"
         assert int(np.count_nonzero(self._tag == _REMOVED)) == self.removed_rows, "removed rows"
         assert not (self._version & np.uint32(1)).any(), "a version is odd at rest"
-        rows = np.flatnonzero(live)
-        found, collides = self.find(self._tag[rows], self._check[rows])
-        assert collides is None or not collides.any(), "two rows of one tag"
-        assert (found == rows).all(), "a live row is out of reach"
         assert ((self.ids >= 0) == live).all(), "ids of live rows, and of no others"

@@ -277,6 +277,12 @@ _TIERS = (
         (_TIER,),
         AGE_BOUNDS_S,
     ),
+    Metric(
+        "kvkeep_blocks_left_total",
+        _COUNTER,
+        "Blocks that were in the tier and are not any more, by why: evicted, removed, corrupt.",
+        (_TIER, _REASON),
+    ),
     Metric("kvkeep_tier_blocks", _GAUGE, "Blocks in the tier.", (_TIER,)),
     Metric("kvkeep_tier_payload_bytes", _GAUGE, "What clients stored in it.", (_TIER,)),
     Metric(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from kvkeep_server.core.histogram import Histogram, HistogramValue
-from kvkeep_server.core.results import CommitStatus
+from kvkeep_server.core.results import CommitStatus, MissReason
 from kvkeep_server.metrics.catalog import PoolState, RowState, value_of
 from kvkeep_server.service.block_service import BlockService
 from kvkeep_server.tiers.ram.tier import RamStats, RamTier
@@ -155,6 +155,9 @@ class Readings:
         ages, reuse = residency.evicted_ages.value(), residency.reuse_ages.value()
         yield Reading("kvkeep_block_age_at_eviction_seconds", tier, ages)
         yield Reading("kvkeep_block_reuse_age_seconds", tier, reuse)
+        for reason, blocks in residency.left.items():
+            if reason is not MissReason.UNSPECIFIED:
+                yield Reading("kvkeep_blocks_left_total", (*tier, value_of(reason)), blocks)
         yield Reading("kvkeep_tier_blocks", tier, residency.table.live_rows)
         yield Reading("kvkeep_tier_payload_bytes", tier, residency.payload_nbytes)
         yield Reading("kvkeep_tier_used_bytes", tier, pool.used_nbytes)

@@ -67,6 +67,9 @@ class AdminServicer(pb_grpc.AdminServicer):
             bytes_stored_total=commits.stored_nbytes,
             collisions_total=residency.collisions_total,
             version=self._version,
+            blocks_removed_total=service.manager.removal.counts.removed,
+            blocks_corrupt_total=service.manager.removal.counts.corrupt,
+            misses=convert.miss_counts(reads.missed_by()),
         )
 
     def _pool(self) -> pb.PoolStats:
@@ -123,4 +126,8 @@ class AdminServicer(pb_grpc.AdminServicer):
     Purge = not_served("Purge: emptying a tenant or a namespace set")
     SetQuota = not_served("SetQuota: bytes of a tenant")
     Drain = not_served("Drain: draining by call (send SIGTERM instead)")
-    Check = not_served("Check: the audit")
+
+    @unary
+    async def Check(self, request: pb.CheckRequest, _context: Context) -> pb.CheckResponse:
+        report = await self._service.checker.run(convert.check_order_of(request))
+        return convert.check_message(report)

@@ -81,12 +81,16 @@ class BlockCacheServicer(pb_grpc.BlockCacheServicer):
         # A cancelled call does not stop it.
         return convert.commit_message(await asyncio.shield(running))
 
+    @unary
+    async def Remove(self, request: pb.RemoveRequest, context: Context) -> pb.RemoveResponse:
+        removed = await self._calls.remove(self._session(context), request)
+        return convert.removed_message(removed)
+
     Read = not_served("Read: bytes for clients on other hosts")
     Write = not_served("Write: bytes from clients on other hosts")
     Prefetch = not_served("Prefetch: hints of what will be read")
     Pin = not_served("Pin: retention pins")
     Unpin = not_served("Unpin: retention pins")
-    Remove = not_served("Remove: taking blocks out")
     AdvanceEpoch = not_served(
         "AdvanceEpoch: new weights in place (open with a higher namespace_epoch instead)"
     )

@@ -12,6 +12,7 @@ from kvkeep_server.rpc import convert
 from kvkeep_server.service.block_service import BlockService
 from kvkeep_server.service.sessions import Session
 from kvkeep_server.tiering.manager import ReadOrder
+from kvkeep_server.tiering.removal import Removed
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,15 @@ class BlockCalls:
     ) -> asyncio.Task[NDArray[np.uint8]]:
         """Commit; see `BlockService.begin_commit`. `convert.commit_message` renders its result."""
         return self.service.begin_commit(session, convert.order_of(request))
+
+    async def remove(self, session: Session, request: pb.RemoveRequest) -> Removed:
+        """Remove. `convert.removed_message` renders the result."""
+        return await self.service.remove(
+            session,
+            request.set_index,
+            request.keys,
+            with_descendants=request.with_descendants,
+        )
 
 
 def _message(limits: ClientLimits) -> pb.Limits:

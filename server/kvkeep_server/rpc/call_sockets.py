@@ -10,17 +10,16 @@ import asyncio
 import logging
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import grpc
-import numpy as np
 from google.protobuf.message import DecodeError, Message
-from numpy.typing import NDArray
 
 from kvkeep.v1 import block_cache_pb2 as pb
+from kvkeep.v1 import session_pb2
 from kvkeep_server.core.errors import KVKeepError, ResourceExhaustedError
 from kvkeep_server.rpc import convert
 from kvkeep_server.rpc.block_calls import BlockCalls
@@ -53,15 +52,16 @@ class _Call(NamedTuple):
     began_s: float
 
 
-_COMMIT = "Commit"
+Render = Callable[[Any], Message]
 # By number: the name of each method and its request message.
 METHODS: dict[int, tuple[str, type[Message]]] = {
-    pb.CALL_METHOD_OPEN_NAMESPACE: ("OpenNamespace", pb.OpenNamespaceRequest),
-    pb.CALL_METHOD_LOOKUP: ("Lookup", pb.LookupRequest),
-    pb.CALL_METHOD_ACQUIRE: ("Acquire", pb.AcquireRequest),
-    pb.CALL_METHOD_RELEASE: ("Release", pb.ReleaseRequest),
-    pb.CALL_METHOD_RENEW: ("Renew", pb.RenewRequest),
-    pb.CALL_METHOD_COMMIT: (_COMMIT, pb.CommitRequest),
+    session_pb2.CALL_METHOD_OPEN_NAMESPACE: ("OpenNamespace", pb.OpenNamespaceRequest),
+    session_pb2.CALL_METHOD_LOOKUP: ("Lookup", pb.LookupRequest),
+    session_pb2.CALL_METHOD_ACQUIRE: ("Acquire", pb.AcquireRequest),
+    session_pb2.CALL_METHOD_RELEASE: ("Release", pb.ReleaseRequest),
+    session_pb2.CALL_METHOD_RENEW: ("Renew", pb.RenewRequest),
+    session_pb2.CALL_METHOD_COMMIT: ("Commit", pb.CommitRequest),
+    session_pb2.CALL_METHOD_REMOVE: ("Remove", pb.RemoveRequest),
 }
 
 
@@ -93,6 +93,12 @@ class CallSockets:
             "Release": calls.release,
             "Renew": calls.renew,
         }
+        self.begun: dict[str, tuple[Callable[[Session, Any], Awaitable[Any]], Render]] = {
+            "Commit": (calls.begin_commit, convert.commit_message),
+            "Remove": (calls.remove, convert.removed_message),
+        }
+        # Tasks that nothing else refers to must be, to live.
+        self.running: set[asyncio.Future[Any]] = set()
         self._connections: dict[int, _Connection] = {}
 
     async def open(self, facts: HelloFacts) -> Welcome:
@@ -226,10 +232,11 @@ class _Connection(asyncio.Protocol):
         name, kind = METHODS.get(method, ("", Message))
         call = _Call(name, call_id, self._loop.time())
         try:
-            if name == _COMMIT:
-                request = pb.CommitRequest.FromString(payload)
-                running = self._sockets.calls.begin_commit(self._session, request)
-                running.add_done_callback(partial(self._committed, call))
+            if name in self._sockets.begun:
+                begin, render = self._sockets.begun[name]
+                running = asyncio.ensure_future(begin(self._session, kind.FromString(payload)))
+                self._sockets.running.add(running)
+                running.add_done_callback(partial(self._done, call, render))
             elif name:
                 answer = self._sockets.served[name](self._session, kind.FromString(payload))
                 self._reply(call, grpc.StatusCode.OK, answer.SerializeToString())
@@ -242,17 +249,17 @@ class _Connection(asyncio.Protocol):
         except KVKeepError as error:
             self._refuse(call, error)
 
-    def _committed(self, call: _Call, done: asyncio.Task[NDArray[np.uint8]]) -> None:
+    def _done(self, call: _Call, render: Render, done: asyncio.Future[Any]) -> None:
+        self._sockets.running.discard(done)
         error = done.exception()
         if isinstance(error, KVKeepError):
             self._refuse(call, error)
         elif error is not None:
             # A bug, which the loop logs; the client learns by EOF.
-            self._sockets.end(self._session.session_id, "a commit failed")
+            self._sockets.end(self._session.session_id, f"{call.name} failed")
             raise error
         else:
-            answer = convert.commit_message(done.result())
-            self._reply(call, grpc.StatusCode.OK, answer.SerializeToString())
+            self._reply(call, grpc.StatusCode.OK, render(done.result()).SerializeToString())
 
     def _refuse(self, call: _Call, error: KVKeepError) -> None:
         retry_after_ms = 0

@@ -1,7 +1,7 @@
 """Between the wire and the core: messages to values and back, and the only table from errors to
 status codes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 
 import grpc
@@ -27,12 +27,14 @@ from kvkeep_server.core.results import (
     CommitStatus,
     GroupKind,
     MissReason,
+    RemovalStatus,
     StateMode,
     StopReason,
     TierId,
 )
 from kvkeep_server.index.layout import LAYOUT_VERSION
 from kvkeep_server.service.block_service import CommitOrder
+from kvkeep_server.service.checking import CheckOrder, CheckReport
 from kvkeep_server.service.namespaces import (
     GROUPS_MAX,
     SWITCHES_NBYTES_MAX,
@@ -44,6 +46,7 @@ from kvkeep_server.service.namespaces import (
 from kvkeep_server.service.sessions import Event
 from kvkeep_server.tiering.columns import BlockColumns
 from kvkeep_server.tiering.manager import Grant, Prefix
+from kvkeep_server.tiering.removal import Removed
 
 RETRY_AFTER_KEY = "kvkeep-retry-after-ms"
 
@@ -337,6 +340,15 @@ def commit_message(status: NDArray[np.uint8]) -> pb.CommitResponse:
     )
 
 
+def removed_message(removed: Removed) -> pb.RemoveResponse:
+    """Answer to Remove."""
+    return pb.RemoveResponse(
+        removed=removed.units,
+        unknown=int(np.count_nonzero(removed.status == RemovalStatus.ABSENT)),
+        status=removed.status.tobytes(),
+    )
+
+
 def event_message(event: Event) -> pb.AttachEvent:
     """An event of the Attach stream."""
     message = pb.AttachEvent(sequence=event.sequence)
@@ -345,6 +357,35 @@ def event_message(event: Event) -> pb.AttachEvent:
     for name, value in event.values.items():
         setattr(inner, name, value)
     return message
+
+
+def miss_counts(missed_by: Mapping[MissReason, int]) -> list[admin.MissCount]:
+    """Misses by reason."""
+    return [
+        admin.MissCount(reason=pb.MissReason.ValueType(reason), blocks=blocks)
+        for reason, blocks in sorted(missed_by.items())
+    ]
+
+
+def check_order_of(request: admin.CheckRequest) -> CheckOrder:
+    """A Check."""
+    return CheckOrder(
+        request.verify_checksums, request.verify_nbytes_max, request.verify_nbytes_per_s
+    )
+
+
+def check_message(report: CheckReport) -> admin.CheckResponse:
+    """Answer to Check."""
+    return admin.CheckResponse(
+        ok=not report.findings,
+        findings=report.findings,
+        blocks_checked=report.blocks_checked,
+        nbytes_verified=report.nbytes_verified,
+        blocks_verified=report.blocks_verified,
+        blocks_corrupt=report.blocks_corrupt,
+        blocks_removed=report.blocks_removed,
+        longest_step_us=round(report.longest_step_s * 1e6),
+    )
 
 
 def namespace_message(

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from google.protobuf.message import DecodeError
 
-from kvkeep.v1 import block_cache_pb2
+from kvkeep.v1 import session_pb2
 from kvkeep_server.core.errors import KVKeepError
 from kvkeep_server.index.layout import LAYOUT_VERSION
 from kvkeep_server.service.session_memory import FdOffer
@@ -303,7 +303,7 @@ class FdHandover:
         """Answers with a sentence, best effort, and closes."""
         self.refused_total += 1
         _log.warning("hello refused", extra={"reason": sentence})
-        answer = block_cache_pb2.SidePacket(error=sentence, layout_version=LAYOUT_VERSION)
+        answer = session_pb2.SidePacket(error=sentence, layout_version=LAYOUT_VERSION)
         connection.unsent.append((answer.SerializeToString(), []))
         try:
             connection.flush()
@@ -378,7 +378,7 @@ def _facts(sock: socket.socket, packet: bytes) -> HelloFacts:
         DecodeError: Not a SideHello.
         OSError: The kernel does not say.
     """
-    hello = block_cache_pb2.SideHello.FromString(packet)
+    hello = session_pb2.SideHello.FromString(packet)
     raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED.size)
     pid, uid, gid = _PEERCRED.unpack(raw)
     return HelloFacts(
@@ -399,7 +399,7 @@ def _packets(
     packets = []
     for start in range(0, max(len(offers), 1), FDS_A_PACKET_MAX):
         part = offers[start : start + FDS_A_PACKET_MAX]
-        packet = block_cache_pb2.SidePacket(
+        packet = session_pb2.SidePacket(
             sequence=sequence,
             layout_version=LAYOUT_VERSION,
             more=start + FDS_A_PACKET_MAX < len(offers),
@@ -409,7 +409,7 @@ def _packets(
             packet.server_epoch = welcome.server_epoch
         for offer in part:
             packet.fds.add(
-                kind=block_cache_pb2.FdKind.ValueType(offer.kind), id=offer.id, nbytes=offer.nbytes
+                kind=session_pb2.FdKind.ValueType(offer.kind), id=offer.id, nbytes=offer.nbytes
             )
         packets.append((packet.SerializeToString(), [offer.fd for offer in part]))
     return packets

@@ -21,6 +21,7 @@ from kvkeep_server.core.hints import Hints
 from kvkeep_server.core.keys import KeyBatch
 from kvkeep_server.core.results import AckLevel, GroupKind, MissReason, RenewStatus, StopReason
 from kvkeep_server.index.layout import LAYOUT_VERSION, PAGE_NBYTES
+from kvkeep_server.service.checking import Checker
 from kvkeep_server.service.namespaces import (
     Namespaces,
     NamespaceSet,
@@ -30,7 +31,9 @@ from kvkeep_server.service.namespaces import (
 from kvkeep_server.service.sessions import Session, Sessions
 from kvkeep_server.service.touch_ring import NO_ROW
 from kvkeep_server.tiering.commits import CommitBatch, Commits, StagedGroup
+from kvkeep_server.tiering.lineage import chain_to
 from kvkeep_server.tiering.manager import Grant, Prefix, ReadOrder, TierManager
+from kvkeep_server.tiering.removal import Removed
 
 I64 = NDArray[np.int64]
 U8 = NDArray[np.uint8]
@@ -92,7 +95,7 @@ class BlockService:
         limits: Of one call.
         namespaces: Identity.
         sessions: Who calls.
-        manager: Reads.
+        manager: Reads and removals.
         commits: Writes.
         clock: For uptime.
     """
@@ -113,6 +116,7 @@ class BlockService:
         self.sessions = sessions
         self.manager = manager
         self.commits = commits
+        self.checker = Checker(manager=manager, clock=clock)
         self.touches = TouchCounts()
         self._clock = clock
         self._started_s = clock.monotonic_s()
@@ -236,6 +240,16 @@ class BlockService:
         while self._running:
             await asyncio.wait(set(self._running))
 
+    async def remove(
+        self, session: Session, set_index: int, keys: bytes, *, with_descendants: bool
+    ) -> Removed:
+        """Takes the units of these keys out, leased ones too; see `Removal.of_keys`."""
+        opened = self._opened(session, set_index)
+        batch = self._keys(opened, keys)
+        return await self.manager.removal.of_keys(
+            opened.spaces, batch, with_descendants=with_descendants
+        )
+
     def _batch(self, session: Session, order: CommitOrder) -> CommitBatch:
         opened = self._opened(session, order.set_index)
         spec = opened.namespace_set.spec
@@ -336,7 +350,8 @@ class BlockService:
             return 1
         residency = self.manager.residency
         spaces = self.namespaces.get(set_index).spaces
-        chain = residency.chain_to(residency.unit_at(row, version, spaces), min(found, steps_max))
+        unit = residency.unit_at(row, version, spaces)
+        chain = chain_to(residency.columns, unit, min(found, steps_max))
         reason = StopReason(stop) if stop <= max(StopReason) else StopReason.OTHER
         hints = Hints(reason, output, bool(sub_agent), b"", hit_tokens)
         residency.touch(chain, hints)

@@ -17,7 +17,7 @@ A block is 512 tokens. Files are untrusted: all is checked, and nothing in them 
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +29,11 @@ from kvkeep_server.core.errors import InvalidArgumentError
 TRACE_BLOCK_TOKENS = 512
 UNPACKED_NBYTES_MAX = 1 << 30
 _FIX = "give a trace in the format that kvkeep_server/sim/trace.py describes"
+
+
+class TraceError(InvalidArgumentError):
+    """A trace that is refused: names the file, the line where it has lines, and the field."""
+
 
 # What a damaged archive makes zipfile, zlib and numpy raise.
 _UNREADABLE = (
@@ -56,6 +61,7 @@ class TraceRequest:
         blocks: Ids of its blocks of 512 tokens, first to last; never empty.
         hint: What the recorder noted, as in the file.
         output_tokens: Tokens that the engine produced.
+        input_tokens: Tokens of the prompt; the last of `blocks` may be partly filled.
         session: The conversation; negative = unknown.
     """
 
@@ -64,6 +70,7 @@ class TraceRequest:
     hint: int
     output_tokens: int
     session: int
+    input_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,38 +99,45 @@ class Trace:
 
     def requests(self) -> Iterator[TraceRequest]:
         """Yields the requests in order of arrival."""
-        parents = self.parents.tolist()
-        columns = (self.arrival_s, self.leaves, self.hints, self.output_tokens, self.sessions)
-        for arrival_s, leaf, hint, output_tokens, session in zip(
-            *(column.tolist() for column in columns), strict=True
-        ):
+        # One number at a time: as lists, the columns would take ten times their room.
+        parent_of = self.parents.item
+        for at in range(len(self)):
             blocks = []
-            block = leaf
+            block = self.leaves.item(at)
             while block >= 0:
                 blocks.append(block)
-                block = parents[block]
+                block = parent_of(block)
             blocks.reverse()
-            yield TraceRequest(arrival_s, blocks, hint, output_tokens, session)
+            yield TraceRequest(
+                arrival_s=self.arrival_s.item(at),
+                blocks=blocks,
+                hint=self.hints.item(at),
+                output_tokens=self.output_tokens.item(at),
+                session=self.sessions.item(at),
+                input_tokens=len(blocks) * TRACE_BLOCK_TOKENS,
+            )
 
 
 def read_trace(path: Path) -> Trace:
     """Reads and checks a trace.
 
     Raises:
-        InvalidArgumentError: The file is missing, damaged, too large or contradicts itself.
+        TraceError: The file is missing, damaged, too large or contradicts itself.
     """
     arrays = _read_arrays(path)
-    parents = _column(arrays, "par", "iu").astype(np.int64)
-    leaves = _column(arrays, "leaf", "iu").astype(np.int64)
+
+    def column(name: str, kinds: str) -> npt.NDArray[np.generic]:
+        return _column(path, arrays.get(name), name, kinds)
+
     trace = Trace(
-        parents=parents,
-        leaves=leaves,
-        arrival_s=_column(arrays, "ts", "f").astype(np.float64),
-        hints=_column(arrays, "typ", "iu").astype(np.int64),
-        output_tokens=_column(arrays, "outl", "iu").astype(np.int64),
-        sessions=_column(arrays, "sess", "iu").astype(np.int64),
+        parents=column("par", "iu").astype(np.int64),
+        leaves=column("leaf", "iu").astype(np.int64),
+        arrival_s=column("ts", "f").astype(np.float64),
+        hints=column("typ", "iu").astype(np.int64),
+        output_tokens=column("outl", "iu").astype(np.int64),
+        sessions=column("sess", "iu").astype(np.int64),
     )
-    _check(trace)
+    _check(path, trace)
     return trace
 
 
@@ -132,29 +146,29 @@ def _read_arrays(path: Path) -> dict[str, npt.NDArray[np.generic]]:
         with zipfile.ZipFile(path) as archive:
             unpacked_nbytes = sum(entry.file_size for entry in archive.infolist())
         if unpacked_nbytes > UNPACKED_NBYTES_MAX:
-            raise InvalidArgumentError(
-                "trace", str(path), f"at most {UNPACKED_NBYTES_MAX} bytes unpacked", "cut the trace"
+            raise TraceError(
+                f"{path}",
+                f"{unpacked_nbytes} bytes",
+                f"at most {UNPACKED_NBYTES_MAX} bytes unpacked",
+                "cut the trace",
             )
         with np.load(path, allow_pickle=False) as file:
             return dict(file)
     except _UNREADABLE as error:
-        raise InvalidArgumentError(
-            "trace", str(path), f"a readable .npz ({error})", _FIX
-        ) from error
+        raise TraceError(f"{path}", "damaged", f"a readable .npz ({error})", _FIX) from error
 
 
 def _column(
-    arrays: Mapping[str, npt.NDArray[np.generic]], name: str, kinds: str
+    path: Path, column: npt.NDArray[np.generic] | None, name: str, kinds: str
 ) -> npt.NDArray[np.generic]:
-    column = arrays.get(name)
     if column is None or column.ndim != 1 or column.dtype.kind not in kinds:
         found = "missing" if column is None else f"{column.dtype}{list(column.shape)}"
         wanted = "floats" if kinds == "f" else "integers"
-        raise InvalidArgumentError(f"trace.{name}", found, f"a flat array of {wanted}", _FIX)
+        raise TraceError(f"{path}: {name}", found, f"a flat array of {wanted}", _FIX)
     return column
 
 
-def _check(trace: Trace) -> None:
+def _check(path: Path, trace: Trace) -> None:
     requests, blocks = len(trace.leaves), len(trace.parents)
     sides = (trace.arrival_s, trace.hints, trace.output_tokens, trace.sessions)
     ascending = np.isfinite(trace.arrival_s).all() and (np.diff(trace.arrival_s) >= 0).all()
@@ -170,4 +184,4 @@ def _check(trace: Trace) -> None:
     )
     for name, allowed, holds in findings:
         if not holds:
-            raise InvalidArgumentError(f"trace.{name}", "something else", allowed, _FIX)
+            raise TraceError(f"{path}: {name}", "something else", allowed, _FIX)

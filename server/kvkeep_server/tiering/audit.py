@@ -1,41 +1,112 @@
-"""Holds index, columns and pool against each other: what `check()` of the residency asserts."""
+"""Holds index, columns, pool and policy against each other: what every `check()` rests on.
 
-from collections.abc import Callable
+In two parts, so that a daemon can be audited while it serves. `rows` looks at some blocks, in a few
+milliseconds of the event loop: it holds between any two steps of the loop. `moment` copies what has
+to be seen at one moment, and what it returns judges the copy in any thread.
+"""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvkeep_server.core.keys import KeyBatch
 from kvkeep_server.index.table import IndexTable
+from kvkeep_server.policies.eviction import EvictionPolicy
 from kvkeep_server.tiering.columns import BlockColumns
+from kvkeep_server.tiering.keyspaces import Keyspace
+from kvkeep_server.tiers.ram.tier import RamTier
 
-U64 = NDArray[np.uint64]
+I64 = NDArray[np.int64]
 
 
-def audit(columns: BlockColumns, table: IndexTable, generations: Callable[[U64], U64]) -> None:
-    """Looks at every block.
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """What is audited, as it is now: make it anew for each look.
 
-    Args:
-        columns: What the daemon keeps of each.
+    Attributes:
+        columns: What the daemon keeps of each block.
         table: The index.
-        generations: Those of slots now.
-
-    Raises:
-        AssertionError: They disagree.
+        ram: The tier whose slots the rows point to.
+        policy: Who leaves next.
+        keyspaces: By their index.
+        find: Ids of keys of a keyspace, as look-ups have them.
+        payload_nbytes: Of all blocks, as counted.
     """
-    ids = columns.in_use()
-    table.check()
-    assert len(ids) == table.live_rows == columns.used, "rows and ids"
-    rows = columns.row[ids].astype(np.int64)
-    assert (table.ids[rows] == ids).all(), "row and id point to each other"
-    assert (table.address_of(rows) == columns.address[ids]).all(), "addresses"
-    assert (table.generation_of(rows) == columns.generation[ids]).all(), "generations of rows"
-    assert (generations(columns.address[ids]) == columns.generation[ids]).all(), "of slots"
-    assert not (columns.generation[ids] & np.uint64(1)).any(), "a visible block is not sealed"
-    assert len(np.unique(columns.address[ids])) == len(ids), "two blocks in one slot"
-    _audit_units(columns, ids)
+
+    columns: BlockColumns
+    table: IndexTable
+    ram: RamTier
+    policy: EvictionPolicy
+    keyspaces: Sequence[Keyspace]
+    find: Callable[[Keyspace, KeyBatch], I64]
+    payload_nbytes: int
+
+    def whole(self) -> None:
+        """Looks at everything.
+
+        Raises:
+            AssertionError: Something disagrees.
+        """
+        self.table.check()
+        self.rows(0, self.columns.capacity)
+        self.moment(self.columns.blank())()
+        self.policy.check()
+
+    def rows(self, start: int, stop: int) -> int:
+        """Looks at the blocks with these ids, and at nothing else; their number.
+
+        Raises:
+            AssertionError: One is not what its row, its slot or its key says.
+        """
+        columns, table = self.columns, self.table
+        ids = start + np.flatnonzero(columns.row[start:stop] >= 0)
+        rows = columns.row[ids].astype(np.int64)
+        generations = columns.generation[ids]
+        assert (table.ids[rows] == ids).all(), "row and id point to each other"
+        assert (table.address_of(rows) == columns.address[ids]).all(), "addresses"
+        assert (table.generation_of(rows) == generations).all(), "generations of rows"
+        assert (self.ram.generations(columns.address[ids]) == generations).all(), "of slots"
+        assert not (generations & np.uint64(1)).any(), "a visible block is not sealed"
+        spaces = columns.keyspace[ids]
+        for number in np.unique(spaces).tolist():
+            keyspace, own = self.keyspaces[number], ids[spaces == number]
+            words = columns.key_words[own][:, : -(-keyspace.key_nbytes // 8)]
+            found = self.find(keyspace, KeyBatch(words, keyspace.key_nbytes))
+            assert (found == own).all(), "a block is not found by its key"
+        return len(ids)
+
+    def moment(self, room: Mapping[str, NDArray[np.generic]]) -> Callable[[], None]:
+        """Copies what must be seen at once; returns the audit of the copy, which raises
+        AssertionError. `room` is `columns.blank()`."""
+        columns = self.columns.snapshot(room)
+        slabs, ram = self.ram.slabs.snapshot(), self.ram.stats()
+        live, payload, keyspaces = self.table.live_rows, self.payload_nbytes, self.keyspaces
+        sizes = np.array([keyspace.block_nbytes for keyspace in keyspaces], np.int64)
+
+        def judge() -> None:
+            ids, withdrawn = columns.in_use(), columns.withdrawn()
+            assert len(ids) == live == columns.used - len(withdrawn), "rows and ids"
+            held = np.concatenate((ids, withdrawn))
+            # np.unique would keep the GIL for 0.3 s of a million.
+            ordered = np.sort(columns.address[held])
+            assert (ordered[1:] != ordered[:-1]).all(), "two blocks in one slot"
+            assert slabs.in_use(columns.address[held]).all(), "a block in a slot that is free"
+            assert (columns.pins[columns.unit[withdrawn]] > 0).all(), "withdrawn, held by nobody"
+            assert int(sizes[columns.keyspace[ids]].sum()) == payload, "payload bytes"
+            _judge_units(columns, ids)
+            ram.check(slabs)
+
+        return judge
+
+    def policy_moment(self) -> Callable[[], None]:
+        """As `moment`, of the policy: a copy that checks itself."""
+        return copy.deepcopy(self.policy).check
 
 
-def _audit_units(columns: BlockColumns, ids: NDArray[np.int64]) -> None:
+def _judge_units(columns: BlockColumns, ids: I64) -> None:
     units = ids[columns.unit[ids] == ids]
     assert np.isin(columns.unit[ids], units).all(), "a block of no unit"
     chained, at = 0, units

@@ -5,6 +5,9 @@ An id names one stored block (one rank, one group). Blocks of one key of a names
 reused; a free id has `row` -1.
 """
 
+import copy
+from collections.abc import Mapping
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -27,6 +30,7 @@ _COLUMNS: dict[str, tuple[type[np.generic], int]] = {
     "checksum": (np.uint64, 0),
     "last_used_s": (np.float64, 0),
 }
+_OF_A_SNAPSHOT = ("row", "unit", "next_shard", "parent", "children", "pins", "keyspace", "address")
 
 
 class BlockColumns:
@@ -102,6 +106,21 @@ class BlockColumns:
         self._free[self._free_count : self._free_count + len(ids)] = ids[::-1]
         self._free_count += len(ids)
 
+    def blank(self) -> dict[str, NDArray[np.generic]]:
+        """Room for a `snapshot`, touched, so that filling it takes no page faults. Any thread."""
+        return {name: np.full_like(getattr(self, name), 1) for name in _OF_A_SNAPSHOT}
+
+    def snapshot(self, room: Mapping[str, NDArray[np.generic]]) -> "BlockColumns":
+        """A copy of what links blocks with each other and with slots, to look at in any thread; the
+        other columns are as they are now. `room` is that of `blank`."""
+        if len(room["row"]) != self.capacity:
+            room = self.blank()
+        twin = copy.copy(self)
+        for name, column in room.items():
+            np.copyto(column, getattr(self, name))
+            setattr(twin, name, column)
+        return twin
+
     def widen_keys(self, words: int) -> None:
         """Makes room for keys of so many u64 words."""
         have = self.key_words.shape[1]
@@ -111,8 +130,12 @@ class BlockColumns:
             self.key_words = wider
 
     def in_use(self) -> I64:
-        """All ids in use, ascending."""
+        """All ids of blocks in the index, ascending."""
         return np.flatnonzero(self.row >= 0)
+
+    def withdrawn(self) -> I64:
+        """Blocks that left the index and whose slots are pinned still, ascending."""
+        return np.flatnonzero((self.row < 0) & (self.unit >= 0))
 
     def not_held(self) -> I64:
         """Blocks whose unit is not pinned and has no pinned descendant."""

@@ -378,14 +378,23 @@ class Commits:
                 for group, slots in zip(groups, reserved, strict=True)
             ]
             await self._room.index_rows(len(plan.todo) * len(groups))
-            self._publish(plan, reserved, checksums)
+            self._refuse_orphans(plan)
+            if len(plan.todo):
+                self._publish(plan, reserved, checksums)
         except (OSError, TableFullError):
             plan.status[plan.todo] = CommitStatus.FAILED
+
+    def _refuse_orphans(self, plan: _Plan) -> None:
+        """A pin keeps a parent from eviction, not from being removed by name."""
+        parents = np.maximum(plan.parents, 0)
+        gone = (plan.parents >= 0) & (self._residency.columns.row[parents] < 0)
+        if gone.any():
+            plan.refuse_from(int(gone.argmax()), CommitStatus.REFUSED_ORPHAN)
 
     def _publish(
         self, plan: _Plan, reserved: Sequence[Reservation], checksums: Sequence[NDArray[np.uint64]]
     ) -> None:
-        keys = plan.keys_to_do()
+        keys, count = plan.keys_to_do(), len(plan.todo)
         parents, hints = plan.parents, plan.batch.hints
         with ExitStack() as undo:
             sealed = []
@@ -393,8 +402,10 @@ class Commits:
                 plan.batch.groups, reserved, checksums, plan.marks, strict=True
             ):
                 # A commit ends the reservation, also when it fails: now the slots are ours.
-                undo.callback(self._room.give_back, slots.addresses)
-                slot = Slots(slots.addresses, slots.commit(), sums)
+                addresses = slots.addresses[:count]
+                undo.callback(self._room.give_back, addresses)
+                generations = slots.commit(np.arange(len(slots.addresses)) < count)
+                slot = Slots(addresses, generations, sums[:count])
                 sealed.append(Sealed(group.keyspace, keys, parents, slot, plan.marks_to_do(marks)))
             self._residency.insert(sealed, plan.batch.spaces, hints)
             undo.pop_all()

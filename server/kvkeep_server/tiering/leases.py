@@ -276,20 +276,27 @@ class Leases:
         Raises:
             AssertionError: Fewer.
         """
-        pins = np.zeros(self._residency.columns.capacity, np.int64)
-        for lease in self._live.values():
-            np.add.at(pins, lease.units, 1)
-            assert lease.holders, "a lease that nobody holds"
-        assert (pins <= self._residency.columns.pins).all(), "leases without pins"
-        assert self.leased_nbytes == sum(lease.nbytes for lease in self._live.values()), (
-            "leased bytes"
-        )
-        assert self._leased_blocks == sum(len(lease.blocks) for lease in self._live.values()), (
-            "leased blocks"
-        )
-        assert self._expired_blocks == sum(len(lease.blocks) for lease in self._expired.values()), (
-            "remembered blocks"
-        )
+        self.moment()()
+
+    def moment(self) -> Callable[[], None]:
+        """Copies what must be seen at once; returns the audit of the copy, for any thread, which
+        raises AssertionError."""
+        # A lease's arrays are never written to.
+        live, pinned = list(self._live.values()), self._residency.columns.pins.copy()
+        assert all(lease.holders for lease in live), "a lease that nobody holds"
+        counted = self.leased_nbytes, self._leased_blocks, self._expired_blocks
+        expired = sum(len(lease.blocks) for lease in self._expired.values())
+
+        def judge() -> None:
+            pins = np.zeros(len(pinned), np.int64)
+            for lease in live:
+                np.add.at(pins, lease.units, 1)
+            assert (pins <= pinned).all(), "leases without pins"
+            assert counted[0] == sum(lease.nbytes for lease in live), "leased bytes"
+            assert counted[1] == sum(len(lease.blocks) for lease in live), "leased blocks"
+            assert counted[2] == expired, "remembered blocks"
+
+        return judge
 
 
 def _blocks_max(leases: int) -> int:

@@ -17,6 +17,7 @@ from kvkeep_server.core.keys import KeyBatch
 from kvkeep_server.core.results import MissReason, TierId
 from kvkeep_server.tiering.keyspaces import Keyspace, KeyspaceSet
 from kvkeep_server.tiering.leases import Lease, Leases
+from kvkeep_server.tiering.removal import Removal
 from kvkeep_server.tiering.residency import Residency
 
 I64 = NDArray[np.int64]
@@ -90,6 +91,14 @@ class Counts:
         """Blocks that were not."""
         return sum(self.lookup.misses.values()) + sum(self.acquire.misses.values())
 
+    def missed_by(self) -> dict[MissReason, int]:
+        """`missed` by reason; only those that occurred."""
+        sums = {
+            reason: self.lookup.misses[reason] + self.acquire.misses[reason]
+            for reason in MissReason
+        }
+        return {reason: blocks for reason, blocks in sums.items() if blocks}
+
     @property
     def answered(self) -> int:
         """Blocks asked for in calls that got an answer: hit or missed."""
@@ -155,12 +164,14 @@ class TierManager:
     Args:
         residency: Where blocks are.
         leases: Who may read.
+        removal: Takes out by name.
     """
 
-    def __init__(self, *, residency: Residency, leases: Leases) -> None:
+    def __init__(self, *, residency: Residency, leases: Leases, removal: Removal) -> None:
         """See the class."""
         self.residency = residency
         self.leases = leases
+        self.removal = removal
         self.counts = Counts()
 
     def lookup(self, spaces: KeyspaceSet, keys: KeyBatch, hints: Hints) -> Prefix:
@@ -232,5 +243,13 @@ class TierManager:
         """
         self.residency.check()
         self.leases.check()
+        self.check_counts()
+
+    def check_counts(self) -> None:
+        """The part of `check` that looks at numbers only.
+
+        Raises:
+            AssertionError: See there.
+        """
         for counts in self.counts.by_call().values():
             counts.check()

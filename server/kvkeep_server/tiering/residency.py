@@ -21,10 +21,11 @@ from kvkeep_server.core.results import MissReason
 from kvkeep_server.index.layout import STATE_MOVED, STATE_STOPPED, Multipliers
 from kvkeep_server.index.table import IndexTable, TableFullError
 from kvkeep_server.policies.eviction import EvictionPolicy
-from kvkeep_server.tiering.audit import audit
+from kvkeep_server.tiering.audit import Audit
 from kvkeep_server.tiering.columns import BlockColumns
 from kvkeep_server.tiering.ghosts import Ghosts
 from kvkeep_server.tiering.keyspaces import Keyspace, KeyspaceSet
+from kvkeep_server.tiering.lineage import descended
 from kvkeep_server.tiering.rebuild import PreparedTable, fill_table
 from kvkeep_server.tiering.sealed import PARENT_BEFORE, Marks, Sealed
 from kvkeep_server.tiers.ram.tier import RamTier
@@ -87,6 +88,7 @@ class Residency:
         self.evicted_total = 0
         # Since the last use, blocks: of those evicted, and units: of those used again.
         self.evicted_ages = Histogram(AGE_BOUNDS_S)
+        self.left = dict.fromkeys(MissReason, 0)
         self.reuse_ages = Histogram(AGE_BOUNDS_S)
         self.rebuilds_total = 0
         self.collisions_total = 0
@@ -208,15 +210,6 @@ class Residency:
             return -1
         return int(self.columns.unit[block])
 
-    def chain_to(self, unit: int, length_max: int) -> I64:
-        """Units from the root (or `length_max` before) down to `unit`."""
-        chain: list[int] = []
-        parent = self.columns.parent
-        while unit >= 0 and len(chain) < length_max:
-            chain.append(unit)
-            unit = int(parent[unit])
-        return np.array(chain[::-1], np.int64)
-
     # --- use and pins
 
     def now_s(self) -> float:
@@ -247,6 +240,10 @@ class Residency:
             assert (pins > 0).all(), "unpin without pin"
             self.columns.pins[units] = pins - 1
             idle = units[pins == 1]
+            withdrawn = self.columns.row[idle] < 0
+            if withdrawn.any():
+                self._free(self._blocks_of(idle[withdrawn]))
+                idle = idle[~withdrawn]
             if len(idle):
                 self._policy.unpin(idle)
 
@@ -348,8 +345,14 @@ class Residency:
 
         The units must be unpinned and differ from each other.
         """
-        columns = self.columns
-        assert not columns.pins[units].any(), "a pinned unit may not leave"
+        assert not self.columns.pins[units].any(), "a pinned unit may not leave"
+        return self.withdraw(units, reason)
+
+    def withdraw(self, units: I64, reason: MissReason) -> int:
+        """As `remove`, of pinned units too: nobody finds them any more, and the slots of those go
+        back with their last pin. Every resident child of a unit leaves with it."""
+        columns, pinned = self.columns, self.columns.pins[units] > 0
+        self._policy.unpin(units[pinned])
         blocks = self._blocks_of(units)
         rows = columns.row[blocks].astype(np.int64)
         tags = self.table.tag_of(rows)
@@ -357,8 +360,8 @@ class Residency:
         self.ghosts.remember(tags, last_used_s, reason)
         if reason is MissReason.EVICTED:
             self.evicted_ages.add(self._clock.monotonic_s() - last_used_s)
+        self.left[reason] += len(blocks)
         self.table.remove(rows)
-        self._ram.free(columns.address[blocks])
         parents = columns.parent[units]
         parents = parents[parents >= 0]
         np.subtract.at(columns.children, parents, 1)
@@ -367,8 +370,15 @@ class Residency:
             *np.unique(columns.keyspace[blocks], return_counts=True), strict=True
         ):
             self.payload_nbytes -= int(count) * self._keyspaces[int(keyspace)].block_nbytes
-        columns.free(blocks)
+        columns.row[blocks] = -1
+        columns.parent[units] = -1
+        self._free(blocks if not pinned.any() else self._blocks_of(units[~pinned]))
         return len(blocks)
+
+    def _free(self, blocks: I64) -> None:
+        """Slots and ids of blocks that are in the index no more."""
+        self._ram.free(self.columns.address[blocks])
+        self.columns.free(blocks)
 
     def _blocks_of(self, units: I64) -> I64:
         """All blocks of these units."""
@@ -392,13 +402,7 @@ class Residency:
         ids = columns.in_use()
         units = np.zeros(columns.capacity, bool)
         units[columns.unit[ids[np.isin(columns.address[ids], addresses)]]] = True
-        # Ancestors by pointer doubling: after k rounds a unit is marked if one of its 2^k nearest
-        # ancestors is.
-        up = columns.parent.astype(np.int64)
-        while (up >= 0).any():
-            has = np.flatnonzero(up >= 0)
-            units[has] |= units[up[has]]
-            up[has] = up[up[has]]
+        units = descended(columns.parent, units)
         leaving = np.flatnonzero(units & (columns.unit == np.arange(columns.capacity)))
         if not columns.pins[leaving].any():
             self.evicted_total += self.remove(leaving, MissReason.EVICTED)
@@ -474,11 +478,19 @@ class Residency:
         Raises:
             AssertionError: They disagree.
         """
-        audit(self.columns, self.table, self._ram.generations)
-        spaces = self.columns.keyspace[self.columns.in_use()]
-        payload = sum(self._keyspaces[int(space)].block_nbytes for space in spaces)
-        assert payload == self.payload_nbytes, "payload bytes"
-        self._policy.check()
+        self.audit().whole()
+
+    def audit(self) -> Audit:
+        """What `check` looks at, for those who look at it piece by piece."""
+        return Audit(
+            columns=self.columns,
+            table=self.table,
+            ram=self._ram,
+            policy=self._policy,
+            keyspaces=self._keyspaces,
+            find=self.find,
+            payload_nbytes=self.payload_nbytes,
+        )
 
 
 def _joined(parts: list[U64]) -> U64:

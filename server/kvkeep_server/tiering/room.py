@@ -144,12 +144,16 @@ class RoomMaker:
             ResourceExhaustedError: No memory for a larger index.
         """
         while True:
-            # Who wakes first may have begun the next one already.
-            while self._rebuilding is not None:
-                await asyncio.shield(self._rebuilding)
+            await self.index_at_rest()
             if self._residency.index_room() >= rows:
                 return
             self._rebuilding = asyncio.create_task(self._rebuild(rows))
+
+    async def index_at_rest(self) -> None:
+        """Waits for a rebuild that runs: until then nothing may come in or leave."""
+        # Who wakes first may have begun the next one already.
+        while self._rebuilding is not None:
+            await asyncio.shield(self._rebuilding)
 
     async def _rebuild(self, rows: int) -> None:
         """Builds in a thread, so that look-ups and leases go on; commits wait in `index_rows`."""

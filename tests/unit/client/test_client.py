@@ -19,6 +19,7 @@ import pytest
 import kvkeep
 from kvkeep.client import _default_runtime_dir
 from kvkeep.v1 import block_cache_pb2 as pb
+from kvkeep.v1 import session_pb2
 from tests.fakes.in_process_daemon import FakeDaemon
 from tests.fakes.waiting import wait_until
 from tests.unit.client.conftest import BLOCK_NBYTES, chain, contents, mapped, spec, store
@@ -57,7 +58,10 @@ def test_a_refusal_carries_the_daemons_sentence(daemon):
         kvkeep.connect(daemon.directory)
 
 
-@pytest.mark.parametrize("missing", [pb.FD_KIND_INDEX, pb.FD_KIND_STAGING, pb.FD_KIND_TOUCH_RING])
+@pytest.mark.parametrize(
+    "missing",
+    [session_pb2.FD_KIND_INDEX, session_pb2.FD_KIND_STAGING, session_pb2.FD_KIND_TOUCH_RING],
+)
 def test_an_incomplete_welcome_is_refused(daemon, missing):
     daemon.welcome_kinds -= {missing}
     with pytest.raises(kvkeep.KVKeepError, match="lacks"):

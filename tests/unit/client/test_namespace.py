@@ -341,3 +341,26 @@ def test_a_machine_that_reorders_loads_reads_under_a_lease(daemon):
         wait_until(lambda: not daemon.leases, 10, "the leases come back")
         daemon.fail_next("Acquire", grpc.StatusCode.UNAVAILABLE)
         assert namespace.read_into(keys, into[: 4 * BLOCK_NBYTES]) == 0
+
+
+def test_what_is_removed_is_not_found(daemon, namespace):
+    keys = chain(4)
+    store(namespace, keys)
+    result = namespace.remove([keys[2], keys[3], b"x" * 32])
+    assert result.status == (
+        kvkeep.RemovalStatus.REMOVED,
+        kvkeep.RemovalStatus.REMOVED,
+        kvkeep.RemovalStatus.ABSENT,
+    )
+    assert result.removed == 2
+    assert namespace.lookup(keys).blocks == 2
+    assert store(namespace, keys).stored == 2
+
+
+def test_a_removal_that_fails_says_so(daemon, namespace):
+    daemon.fail_next("Remove", grpc.StatusCode.UNAVAILABLE)
+    with pytest.raises(kvkeep.UnavailableError, match="Remove"):
+        namespace.remove(chain(1))
+    with pytest.raises(kvkeep.InvalidArgumentError, match="32769 keys"):
+        namespace.remove(b"k" * 32 * 32769)
+    assert daemon.calls.count("Remove") == 1

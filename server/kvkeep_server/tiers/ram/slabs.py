@@ -9,6 +9,7 @@ Inside, a page has a flat number: slab number * pages a slab + page in the slab.
 of `proto/kvkeep/v1/shared_memory.md`, section 2.
 """
 
+import copy
 from collections.abc import Callable
 
 import numpy as np
@@ -34,6 +35,10 @@ def auto_slab_nbytes(pool_nbytes: int) -> int:
 def slot_pages_of(nbytes: int) -> int:
     """Pages of a slot for a block of this size."""
     return max(1, -(-nbytes // PAGE_NBYTES))
+
+
+def _recut_nothing(_chunk_id: int, _first_page: int, _pages: int) -> None:
+    raise AssertionError("a snapshot was allocated from")
 
 
 class _Stack:
@@ -261,6 +266,10 @@ class SlabAllocator:
                     return addresses
             start, batch = start + batch, 4 * batch
         return None
+
+    def snapshot(self) -> "SlabAllocator":
+        """A copy to look at, in any thread; it recuts nothing."""
+        return copy.deepcopy(self, {id(self._on_recut): _recut_nothing})
 
     def check(self) -> None:
         """Audits everything against everything.

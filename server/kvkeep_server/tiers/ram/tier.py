@@ -53,6 +53,17 @@ class RamStats:
     header_nbytes: int
     growth_refused: str
 
+    def check(self, slabs: SlabAllocator) -> None:
+        """Audits the slots of that moment, and these numbers.
+
+        Raises:
+            AssertionError: an invariant is broken.
+        """
+        slabs.check()
+        parts = self.used_nbytes + self.free_nbytes + self.uncut_nbytes + self.tail_nbytes
+        assert parts + self.header_nbytes == self.nbytes, "bytes of the pool do not add up"
+        assert self.nbytes <= self.limit_nbytes, "the pool is above its limit"
+
 
 class Reservation:
     """Slots of one size, claimed and not yet visible; a `WriteBatch`.
@@ -330,11 +341,7 @@ class RamTier:
         Raises:
             AssertionError: an invariant is broken.
         """
-        self.slabs.check()
-        stats = self.stats()
-        parts = stats.used_nbytes + stats.free_nbytes + stats.uncut_nbytes + stats.tail_nbytes
-        assert parts + stats.header_nbytes == stats.nbytes, "bytes of the pool do not add up"
-        assert stats.nbytes <= stats.limit_nbytes, "the pool is above its limit"
+        self.stats().check(self.slabs)
 
     def _holds(self, blocks: Blocks) -> NDArray[np.bool_]:
         """Where the slot is in use and holds the sealed block of that stamp."""

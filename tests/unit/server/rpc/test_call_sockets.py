@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from kvkeep.v1 import block_cache_pb2 as pb
+from kvkeep.v1 import session_pb2
 from kvkeep_server.core.clock import SystemClock
 from kvkeep_server.core.errors import ResourceExhaustedError
 from kvkeep_server.rpc import call_sockets
@@ -155,31 +156,39 @@ def run(test, clients=1, **settings):
 
 def test_every_call_does_what_it_does_on_grpc():
     async def test(sockets, client):
-        status, payload = await client.call(pb.CALL_METHOD_OPEN_NAMESPACE, OPEN)
+        status, payload = await client.call(session_pb2.CALL_METHOD_OPEN_NAMESPACE, OPEN)
         opened = pb.OpenNamespaceResponse.FromString(payload)
         assert (status, opened.limits.message_nbytes_max) == (OK, MESSAGE_MAX)
         keys = keys_of("chain", 5)
-        status, payload = await client.call(pb.CALL_METHOD_COMMIT, commit_of(client.session, keys))
+        status, payload = await client.call(
+            session_pb2.CALL_METHOD_COMMIT, commit_of(client.session, keys)
+        )
         assert (status, pb.CommitResponse.FromString(payload).stored) == (OK, 5)
         packed = b"".join(keys)
         status, payload = await client.call(
-            pb.CALL_METHOD_LOOKUP, pb.LookupRequest(set_index=0, keys=packed)
+            session_pb2.CALL_METHOD_LOOKUP, pb.LookupRequest(set_index=0, keys=packed)
         )
         assert pb.LookupResponse.FromString(payload).prefix_blocks == 5
         status, payload = await client.call(
-            pb.CALL_METHOD_ACQUIRE, pb.AcquireRequest(set_index=0, keys=packed)
+            session_pb2.CALL_METHOD_ACQUIRE, pb.AcquireRequest(set_index=0, keys=packed)
         )
         lease = pb.AcquireResponse.FromString(payload)
         assert (status, lease.leased_blocks) == (OK, 5)
         ids = [lease.lease_id]
         status, payload = await client.call(
-            pb.CALL_METHOD_RENEW, pb.RenewRequest(lease_ids=ids, lease_ttl_ms=1000)
+            session_pb2.CALL_METHOD_RENEW, pb.RenewRequest(lease_ids=ids, lease_ttl_ms=1000)
         )
         assert list(pb.RenewResponse.FromString(payload).status) == [pb.RENEW_STATUS_RENEWED]
         status, payload = await client.call(
-            pb.CALL_METHOD_RELEASE, pb.ReleaseRequest(lease_ids=ids)
+            session_pb2.CALL_METHOD_RELEASE, pb.ReleaseRequest(lease_ids=ids)
         )
         assert pb.ReleaseResponse.FromString(payload).released == 1
+        status, payload = await client.call(
+            session_pb2.CALL_METHOD_REMOVE,
+            pb.RemoveRequest(set_index=0, keys=packed, with_descendants=True),
+        )
+        assert pb.RemoveResponse.FromString(payload).removed == 5
+        assert not sockets.running
         ended = sockets.meter.ended
         assert {
             name: ended[f"BlockCache/{name}", "OK"] for name, _ in call_sockets.METHODS.values()
@@ -191,12 +200,14 @@ def test_every_call_does_what_it_does_on_grpc():
 def test_every_number_of_the_wire_is_served():
     async def test(sockets, client):
         numbers = call_sockets.METHODS
-        assert set(numbers) == set(pb.CallMethod.values()) - {pb.CALL_METHOD_UNSPECIFIED}
-        assert {name for name, _ in numbers.values()} == {"Commit", *sockets.served}
+        assert set(numbers) == set(session_pb2.CallMethod.values()) - {
+            session_pb2.CALL_METHOD_UNSPECIFIED
+        }
+        assert {name for name, _ in numbers.values()} == {*sockets.begun, *sockets.served}
         for number, (name, request) in numbers.items():
             method = pb.DESCRIPTOR.services_by_name["BlockCache"].methods_by_name[name]
             assert method.input_type.full_name == request.DESCRIPTOR.full_name
-            assert pb.CallMethod.Name(number).endswith(f"_{snake(name)}")
+            assert session_pb2.CallMethod.Name(number).endswith(f"_{snake(name)}")
 
     run(test)
 
@@ -204,10 +215,10 @@ def test_every_number_of_the_wire_is_served():
 def test_errors_have_the_numbers_and_sentences_of_grpc(monkeypatch):
     async def test(sockets, client):
         asked = pb.AcquireRequest(set_index=9, keys=b"k" * 32)
-        status, sentence = await client.call(pb.CALL_METHOD_ACQUIRE, asked)
+        status, sentence = await client.call(session_pb2.CALL_METHOD_ACQUIRE, asked)
         assert status == NOT_FOUND
         assert b"call OpenNamespace" in sentence
-        status, sentence = await client.call(pb.CALL_METHOD_ACQUIRE, b"\xff\xff\xff")
+        status, sentence = await client.call(session_pb2.CALL_METHOD_ACQUIRE, b"\xff\xff\xff")
         assert status == INVALID_ARGUMENT
         for method in (0, 77, 65535):
             status, sentence = await client.call(method, b"")
@@ -218,20 +229,22 @@ def test_errors_have_the_numbers_and_sentences_of_grpc(monkeypatch):
             raise ResourceExhaustedError("enough", retry_after_s=0.25)
 
         monkeypatch.setattr(sockets.calls.service, "begin_commit", refuse)
-        await client.send(frame(pb.CALL_METHOD_COMMIT, pb.CommitRequest(), 6))
+        await client.send(frame(session_pb2.CALL_METHOD_COMMIT, pb.CommitRequest(), 6))
         assert await client.reply() == (6, RESOURCE_EXHAUSTED, 250, b"enough")
         assert sockets.meter.ended["BlockCache/Acquire", "NOT_FOUND"] == 1
         assert sockets.meter.ended["BlockCache/Acquire", "INVALID_ARGUMENT"] == 1
         assert sockets.meter.ended["BlockCache/Commit", "RESOURCE_EXHAUSTED"] == 1
         # None of it ended the session.
-        assert (await client.call(pb.CALL_METHOD_OPEN_NAMESPACE, OPEN))[0] == OK
+        assert (await client.call(session_pb2.CALL_METHOD_OPEN_NAMESPACE, OPEN))[0] == OK
 
     run(test)
 
 
 def test_calls_come_in_any_pieces_and_many_at_once():
     async def test(sockets, client):
-        calls = [frame(pb.CALL_METHOD_OPEN_NAMESPACE, OPEN, number) for number in range(60)]
+        calls = [
+            frame(session_pb2.CALL_METHOD_OPEN_NAMESPACE, OPEN, number) for number in range(60)
+        ]
         stream, source = b"".join(calls), random.Random(4)
         replies = asyncio.create_task(_replies(client, len(calls)))
         while stream:
@@ -250,12 +263,14 @@ async def _replies(client, count):
 
 def test_commits_overlap_and_answer_when_they_are_done():
     async def test(sockets, client):
-        await client.call(pb.CALL_METHOD_OPEN_NAMESPACE, OPEN)
+        await client.call(session_pb2.CALL_METHOD_OPEN_NAMESPACE, OPEN)
         keys = keys_of("chain", 3)
         # The second waits for the first, which stores the same keys; the look-up overtakes both.
-        commit = frame(pb.CALL_METHOD_COMMIT, commit_of(client.session, keys), 11)
-        again = frame(pb.CALL_METHOD_COMMIT, commit_of(client.session, keys), 12)
-        look = frame(pb.CALL_METHOD_LOOKUP, pb.LookupRequest(set_index=0, keys=keys[0]), 13)
+        commit = frame(session_pb2.CALL_METHOD_COMMIT, commit_of(client.session, keys), 11)
+        again = frame(session_pb2.CALL_METHOD_COMMIT, commit_of(client.session, keys), 12)
+        look = frame(
+            session_pb2.CALL_METHOD_LOOKUP, pb.LookupRequest(set_index=0, keys=keys[0]), 13
+        )
         await client.send(commit + again + look)
         replies = {(await client.reply())[0]: None for _ in range(3)}
         assert set(replies) == {11, 12, 13}
@@ -268,11 +283,11 @@ def test_one_clients_flood_does_not_hold_up_another(monkeypatch):
     monkeypatch.setattr(call_sockets, "_TURN_S", 0.0)
 
     async def test(sockets, flooding, other):
-        flood = frame(pb.CALL_METHOD_OPEN_NAMESPACE, OPEN) * 500
+        flood = frame(session_pb2.CALL_METHOD_OPEN_NAMESPACE, OPEN) * 500
         sending = asyncio.create_task(flooding.send(flood))
         replies = asyncio.create_task(_replies(flooding, 500))
         await flooding.received(0)
-        await other.call(pb.CALL_METHOD_OPEN_NAMESPACE, OPEN)
+        await other.call(session_pb2.CALL_METHOD_OPEN_NAMESPACE, OPEN)
         assert not replies.done()
         await sending
         await replies
@@ -284,7 +299,7 @@ def test_who_does_not_read_is_not_read_from(monkeypatch):
     monkeypatch.setattr(call_sockets, "_UNSENT_NBYTES_MAX", 4096)
 
     async def test(sockets, client):
-        flood = frame(pb.CALL_METHOD_OPEN_NAMESPACE, OPEN) * 20_000
+        flood = frame(session_pb2.CALL_METHOD_OPEN_NAMESPACE, OPEN) * 20_000
         sending = asyncio.create_task(client.send(flood))
         done, _ = await asyncio.wait([sending], timeout=0.5)
         assert not done
@@ -301,7 +316,7 @@ def test_who_does_not_read_is_not_read_from(monkeypatch):
 @pytest.mark.parametrize("nbytes", [MESSAGE_MAX + 1, 2**32 - 1])
 def test_a_call_above_the_limit_ends_the_session(nbytes):
     async def test(sockets, client):
-        await client.send(HEADER.pack(nbytes, pb.CALL_METHOD_LOOKUP, 0, 0, 1))
+        await client.send(HEADER.pack(nbytes, session_pb2.CALL_METHOD_LOOKUP, 0, 0, 1))
         await client.ended()
         assert client.session.over
         assert sockets.sender.hung_up == [client.session.session_id]
@@ -333,7 +348,7 @@ def test_the_end_of_the_session_closes_the_call_socket():
 def test_a_call_is_a_sign_of_life():
     async def test(sockets, client):
         client.session.seen_s = 0.0
-        await client.call(pb.CALL_METHOD_OPEN_NAMESPACE, OPEN)
+        await client.call(session_pb2.CALL_METHOD_OPEN_NAMESPACE, OPEN)
         assert client.session.seen_s > 0.0
 
     run(test)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvkeep.v1 import admin_pb2, block_cache_pb2
+from kvkeep.v1 import admin_pb2, block_cache_pb2, session_pb2
 from kvkeep_server.core import results
 from kvkeep_server.service.session_memory import FdKind
 
@@ -14,6 +14,7 @@ PAIRS = [
     (results.CommitStatus, block_cache_pb2.CommitStatus, "COMMIT_STATUS_"),
     (results.AckLevel, block_cache_pb2.AckLevel, "ACK_LEVEL_"),
     (results.RenewStatus, block_cache_pb2.RenewStatus, "RENEW_STATUS_"),
+    (results.RemovalStatus, block_cache_pb2.RemovalStatus, "REMOVAL_STATUS_"),
     (results.GroupKind, block_cache_pb2.GroupKind, "GROUP_KIND_"),
     (results.StateMode, block_cache_pb2.StateMode, "STATE_MODE_"),
     (results.NamespaceMode, admin_pb2.NamespaceMode, "NAMESPACE_MODE_"),
@@ -28,8 +29,6 @@ def test_numbers_are_those_of_the_wire(ours, wire, prefix) -> None:
 
 
 def test_fd_kinds_are_those_of_the_wire() -> None:
-    wire = {
-        name.removeprefix("FD_KIND_"): number for name, number in block_cache_pb2.FdKind.items()
-    }
+    wire = {name.removeprefix("FD_KIND_"): number for name, number in session_pb2.FdKind.items()}
     del wire["UNSPECIFIED"]
     assert {member.name: member.value for member in FdKind} == wire

@@ -8,7 +8,7 @@ import stat
 
 import pytest
 
-from kvkeep.v1 import block_cache_pb2
+from kvkeep.v1 import session_pb2
 from kvkeep_server.core.errors import FailedPreconditionError
 from kvkeep_server.rpc import fd_handover
 from kvkeep_server.rpc.fd_handover import FdHandover, HandoverLimits
@@ -62,14 +62,14 @@ def connect(path):
 
 def hello(**fields):
     fields = {"client_name": "test", "layout_versions": [1], **fields}
-    return block_cache_pb2.SideHello(**fields).SerializeToString()
+    return session_pb2.SideHello(**fields).SerializeToString()
 
 
 def receive(client):
     """One packet and its descriptors; (None, []) at EOF."""
     payload, fds, flags, _ = socket.recv_fds(client, 65536, 128)
     assert not flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC)
-    return (block_cache_pb2.SidePacket.FromString(payload) if payload else None), fds
+    return (session_pb2.SidePacket.FromString(payload) if payload else None), fds
 
 
 def close_all(fds):
@@ -127,7 +127,7 @@ def test_welcome_carries_token_epoch_and_described_descriptors(path):
         assert (packet.session_token, packet.server_epoch) == (TOKEN, 77)
         assert packet.layout_version == 1
         described = [(fd.kind, fd.id, fd.nbytes) for fd in packet.fds]
-        assert described == [(block_cache_pb2.FD_KIND_CHUNK, i, 4096 * i) for i in range(3)]
+        assert described == [(session_pb2.FD_KIND_CHUNK, i, 4096 * i) for i in range(3)]
         assert len(fds) == 3
         close_all(fds)
 

@@ -35,32 +35,32 @@ def test_requests_come_root_first_and_in_order(write):
     trace = read_trace(write())
     assert len(trace) == 4
     assert list(trace.requests()) == [
-        TraceRequest(0.0, [0, 1, 2], 1, 10, 0),
-        TraceRequest(1.5, [0, 3], 2, 0, 0),
-        TraceRequest(1.5, [0, 1, 2], 0, 3, -1),
-        TraceRequest(9.0, [4], 5, 4, 7),
+        TraceRequest(0.0, [0, 1, 2], 1, 10, 0, 3 * 512),
+        TraceRequest(1.5, [0, 3], 2, 0, 0, 2 * 512),
+        TraceRequest(1.5, [0, 1, 2], 0, 3, -1, 3 * 512),
+        TraceRequest(9.0, [4], 5, 4, 7, 512),
     ]
 
 
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"par": None}, "trace.par"),
-        ({"par": np.array([0, 0, 1, 0, -1])}, "trace.par"),  # its own parent: an endless walk
-        ({"par": np.array([-1, 2, 1, 0, -1])}, "trace.par"),
-        ({"par": np.array([-2, 0, 1, 0, -1])}, "trace.par"),
-        ({"par": np.array([[-1, 0, 1, 0, -1]])}, "trace.par"),
-        ({"par": np.array([-1.0, 0, 1, 0, -1])}, "trace.par"),
-        ({"leaf": np.array([2, 3, 2, 5])}, "trace.leaf"),
-        ({"leaf": np.array([2, 3, 2, -1])}, "trace.leaf"),
-        ({"leaf": np.array([2, 3, 2])}, "trace.leaf"),
-        ({name: array[:0] for name, array in GOOD.items() if name != "par"}, "trace.leaf"),
-        ({"ts": np.array([0.0, 2.0, 1.0, 9.0])}, "trace.ts"),
-        ({"ts": np.array([0.0, 1.0, np.nan, 9.0])}, "trace.ts"),
-        ({"ts": np.array([0, 1, 2, 3])}, "trace.ts"),
-        ({"outl": np.array([0, 1, 2, -3])}, "trace.outl"),
-        ({"sess": None}, "trace.sess"),
-        ({"typ": np.array(["a", "b", "c", "d"])}, "trace.typ"),
+        ({"par": None}, "par"),
+        ({"par": np.array([0, 0, 1, 0, -1])}, "par"),  # its own parent: an endless walk
+        ({"par": np.array([-1, 2, 1, 0, -1])}, "par"),
+        ({"par": np.array([-2, 0, 1, 0, -1])}, "par"),
+        ({"par": np.array([[-1, 0, 1, 0, -1]])}, "par"),
+        ({"par": np.array([-1.0, 0, 1, 0, -1])}, "par"),
+        ({"leaf": np.array([2, 3, 2, 5])}, "leaf"),
+        ({"leaf": np.array([2, 3, 2, -1])}, "leaf"),
+        ({"leaf": np.array([2, 3, 2])}, "leaf"),
+        ({name: array[:0] for name, array in GOOD.items() if name != "par"}, "leaf"),
+        ({"ts": np.array([0.0, 2.0, 1.0, 9.0])}, "ts"),
+        ({"ts": np.array([0.0, 1.0, np.nan, 9.0])}, "ts"),
+        ({"ts": np.array([0, 1, 2, 3])}, "ts"),
+        ({"outl": np.array([0, 1, 2, -3])}, "outl"),
+        ({"sess": None}, "sess"),
+        ({"typ": np.array(["a", "b", "c", "d"])}, "typ"),
     ],
 )
 def test_wrong_contents_are_named(write, changes, named):

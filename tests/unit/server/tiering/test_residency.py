@@ -6,6 +6,7 @@ import pytest
 from kvkeep_server.core.keys import KeyBatch
 from kvkeep_server.core.results import MissReason
 from kvkeep_server.service.touch_ring import NO_ROW
+from kvkeep_server.tiering.lineage import chain_to
 from tests.fakes.core_harness import Harness, full, keys_of, spec
 
 
@@ -218,9 +219,9 @@ def test_a_reported_row_names_its_unit(core, residency, session, opened):
     core.put(session, opened, keys)
     unit = residency.unit_at(*where(residency, opened, keys[3]), opened.spaces)
     assert unit == find(residency, opened, keys)[3]
-    assert residency.chain_to(unit, 100).tolist() == find(residency, opened, keys)
-    assert residency.chain_to(unit, 2).tolist() == find(residency, opened, keys)[2:]
-    assert residency.chain_to(-1, 100).tolist() == []
+    assert chain_to(residency.columns, unit, 100).tolist() == find(residency, opened, keys)
+    assert chain_to(residency.columns, unit, 2).tolist() == find(residency, opened, keys)[2:]
+    assert chain_to(residency.columns, -1, 100).tolist() == []
 
 
 def test_a_row_that_changed_or_is_not_theirs_names_nobody(core, residency, session, opened):

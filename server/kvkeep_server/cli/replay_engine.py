@@ -1,0 +1,258 @@
+"""Replays a trace as an engine would, and checks every byte.
+
+A trace has no tokens and no KV. Both are derived: tokens from the ids of its blocks, bytes from
+(namespace, rank, key), so that everything that is read back can be checked against what it must be.
+"""
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+import kvkeep
+from kvkeep_server.cli.replay_totals import Totals
+from kvkeep_server.core.clock import Clock
+from kvkeep_server.sim.trace import TRACE_BLOCK_TOKENS, TraceRequest
+
+# One commit's blocks, all ranks; the client's staging memory holds two of these.
+PIECE_NBYTES = 28 << 20
+_KEYS_A_COMMIT_MAX = 4096
+_CHAINS_REMEMBERED = 65536
+_ROTATIONS = 65536
+
+Words = npt.NDArray[np.uint64]
+Answer = TypeVar("Answer")
+
+
+class BlockBytes:
+    """The bytes that the block of a key must have.
+
+    A long random string, entered at a place and masked with a word that both come from a digest of
+    the place and the whole key: 80 bits, so no two blocks agree, and a block in the wrong place is
+    seen.
+
+    Args:
+        nbytes: Of a block.
+        place: Namespace and rank.
+    """
+
+    def __init__(self, nbytes: int, place: bytes = b"") -> None:
+        """See the class."""
+        self.nbytes = nbytes
+        self._place = place
+        self._count = -(-nbytes // 8)
+        self._words: Words = np.random.default_rng(2026).integers(
+            0, 1 << 64, size=self._count + _ROTATIONS, dtype=np.uint64
+        )
+        self._scratch = np.empty(self._count, np.uint64)
+
+    def fill(self, key: bytes, block: memoryview) -> None:
+        """Writes the key's bytes into a block of `nbytes`."""
+        np.copyto(np.frombuffer(block, np.uint8), self._expected(key))
+
+    def is_exact(self, key: bytes, block: memoryview) -> bool:
+        """True when every byte of the block is the key's."""
+        if block.nbytes != self.nbytes:
+            return False
+        return np.array_equal(np.frombuffer(block, np.uint8), self._expected(key))
+
+    def _expected(self, key: bytes) -> npt.NDArray[np.uint8]:
+        """The bytes, valid until the next call."""
+        digest = hashlib.blake2b(key, digest_size=16, key=self._place).digest()
+        first = int.from_bytes(digest[:8], "little") % _ROTATIONS
+        mask = np.uint64(int.from_bytes(digest[8:], "little"))
+        np.bitwise_xor(self._words[first : first + self._count], mask, out=self._scratch)
+        return self._scratch.view(np.uint8)[: self.nbytes]
+
+
+class TraceKeys:
+    """Chain hashes for the blocks of a trace: 512 / (tokens a block) for each of its own.
+
+    The chains that were used last are remembered, so that equal prefixes are hashed once and memory
+    stays bounded.
+
+    Args:
+        hasher: Names the blocks; its `block_tokens` divide 512.
+    """
+
+    def __init__(self, hasher: "kvkeep.chain_hash.Hasher") -> None:
+        """See the class."""
+        self._hasher = hasher
+        self._known: OrderedDict[tuple[bytes, int], bytes] = OrderedDict()
+
+    def of(self, request: TraceRequest) -> bytes:
+        """The packed keys of a request's full blocks."""
+        size, parent, parts = self._hasher.key_nbytes, b"", []
+        for block in request.blocks:
+            keys = self._keys(parent, block)
+            parts.append(keys)
+            parent = keys[-size:]
+        return b"".join(parts)[: request.input_tokens // self._hasher.block_tokens * size]
+
+    def _keys(self, parent: bytes, block: int) -> bytes:
+        keys = self._known.get((parent, block))
+        if keys is not None:
+            self._known.move_to_end((parent, block))
+            return keys
+        # Tokens that no other block has behind this parent.
+        tokens = np.zeros(TRACE_BLOCK_TOKENS, np.int64)
+        tokens[:2] = block & 0xFFFFFFFF, block >> 32
+        keys = self._known[parent, block] = self._hasher.keys(tokens, parent=parent)
+        if len(self._known) > _CHAINS_REMEMBERED:
+            self._known.popitem(last=False)
+        return keys
+
+
+class Replay:
+    """Sends requests through the public client, one at a time, and keeps the totals.
+
+    Args:
+        namespace: Open, with one FULL group.
+        ranks: Whose shards are stored and read.
+        hasher: Names the blocks.
+        clock: For the durations.
+        check_one_in: Of so many hit blocks of a request the bytes of one are checked.
+    """
+
+    def __init__(
+        self,
+        *,
+        namespace: kvkeep.Namespace,
+        ranks: int,
+        hasher: "kvkeep.chain_hash.Hasher",
+        clock: Clock,
+        check_one_in: int,
+    ) -> None:
+        """See the class."""
+        self.block_nbytes = namespace.spec.groups[0].block_nbytes
+        self.totals = Totals(
+            boundary_nbytes=self.block_nbytes * ranks, tokens_per_block=hasher.block_tokens
+        )
+        self._check_one_in = check_one_in
+        self._namespace = namespace
+        self._size = hasher.key_nbytes
+        self._keys = TraceKeys(hasher)
+        set_id = namespace.set_id
+        self._contents = [
+            BlockBytes(self.block_nbytes, set_id + rank.to_bytes(4, "little"))
+            for rank in range(ranks)
+        ]
+        self._clock = clock
+
+    def run(self, request: TraceRequest) -> None:
+        """One request: use what is stored, compute and store the rest.
+
+        Raises:
+            kvkeep.KVKeepError: The daemon went away.
+        """
+        keys = self._keys.of(request)
+        self.totals.requests += 1
+        self.totals.blocks_asked += len(keys) // self._size
+        try:
+            self._serve(keys)
+        except kvkeep.LeaseLostError:
+            self.totals.leases_lost += 1
+        except kvkeep.ResourceExhaustedError:
+            self.totals.calls_refused += 1
+        except kvkeep.DeadlineError:
+            self.totals.deadlines_missed += 1
+
+    def _serve(self, keys: bytes) -> None:
+        found = self._timed("lookup", lambda: self._namespace.lookup(keys)).blocks
+        hit, wrong = 0, 0
+        with ExitStack() as held:
+            if found:
+                # Held until the rest is stored, so that the new blocks' parents stay.
+                asked = keys[: found * self._size]
+                lease = self._timed("acquire", lambda: self._namespace.acquire(asked))
+                held.enter_context(lease)
+                hit = lease.blocks
+                wrong = self._timed("read", lambda: self._wrong(keys, lease))
+            self._store(keys, hit)
+        # Here the lease has been seen to last: what was read counts.
+        checked = -(-hit // self._check_one_in)
+        self.totals.blocks_verified += checked - wrong
+        self.totals.blocks_wrong += wrong
+        self.totals.blocks_unchecked += hit - checked
+
+    def _wrong(self, keys: bytes, lease: "kvkeep.Acquired") -> int:
+        """How many of the blocks that are checked are not exact in every rank's shard."""
+        wrong = set()
+        for rank, content in enumerate(self._contents):
+            views = lease.views(rank)
+            for at in range(0, len(views), self._check_one_in):
+                key = keys[at * self._size : (at + 1) * self._size]
+                if not content.is_exact(key, views[at]):
+                    wrong.add(at)
+        return len(wrong)
+
+    def _store(self, keys: bytes, hit_blocks: int) -> None:
+        step = min(_KEYS_A_COMMIT_MAX, max(1, PIECE_NBYTES // self.block_nbytes)) * self._size
+        for at in range(hit_blocks * self._size, len(keys), step):
+            piece = keys[at : at + step]
+            parent = keys[at - self._size : at] if at else None
+            results = [
+                self._timed("store", self._storing(piece, parent, rank))
+                for rank in range(len(self._contents))
+            ]
+            # A block is of use with all of its shards.
+            self.totals.blocks_stored += min(result.stored for result in results)
+            refused = max(result.refused for result in results)
+            self.totals.blocks_refused += refused
+            if refused:
+                # What follows has lost its parent.
+                self.totals.blocks_refused += (len(keys) - at - len(piece)) // self._size
+                return
+
+    def _storing(
+        self, piece: bytes, parent: bytes | None, rank: int
+    ) -> Callable[[], "kvkeep.CommitResult"]:
+        content = self._contents[rank]
+
+        def store() -> "kvkeep.CommitResult":
+            with self._namespace.store(piece, parent_key=parent, rank=rank) as storing:
+                for position, view in zip(storing.new, storing.views, strict=True):
+                    first = position * self._size
+                    content.fill(piece[first : first + self._size], view)
+                return storing.commit()
+
+        return store
+
+    def _timed(self, what: str, call: Callable[[], Answer]) -> Answer:
+        begin_s = self._clock.monotonic_s()
+        answer = call()
+        self.totals.latencies[what].add(self._clock.monotonic_s() - begin_s)
+        return answer
+
+
+def replay_spec(
+    *, hasher: "kvkeep.chain_hash.Hasher", block_nbytes: int, ranks: int, names: Sequence[str]
+) -> kvkeep.NamespaceSpec:
+    """The namespace of a replay.
+
+    Args:
+        hasher: Names the blocks.
+        block_nbytes: Of one block of one rank.
+        ranks: Of tensor parallelism.
+        names: Tenant and model.
+    """
+    tenant, model = names
+    return kvkeep.NamespaceSpec(
+        tenant=tenant,
+        model=model,
+        weights_fingerprint="generated bytes",
+        engine="kvkeep replay",
+        layout_version="1",
+        kv_dtype="uint8",
+        tp_size=ranks,
+        hash_algorithm=hasher.algorithm,
+        hash_root=hasher.root,
+        key_nbytes=hasher.key_nbytes,
+        groups=[
+            kvkeep.Group.full("kv", tokens_per_block=hasher.block_tokens, block_nbytes=block_nbytes)
+        ],
+    )

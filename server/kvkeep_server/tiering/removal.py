@@ -1,0 +1,167 @@
+"""Takes named blocks out, on request or because they are damaged.
+
+What leaves takes its descendants along, because a child without its parent can be found by nobody.
+Leased units leave the index at once, and their slots are given back with the last lease: whoever
+reads them under a lease reads them right.
+
+Who descends from a unit is a question to all units, so it is asked in a thread of a copy of the
+columns (0.2 s for a million). Meanwhile others commit and evict; therefore a unit leaves only if it
+is still the one that was copied, and all its children leave with it. What got a new child meanwhile
+is tried again.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvkeep_server.core.keys import KeyBatch
+from kvkeep_server.core.results import MissReason, RemovalStatus
+from kvkeep_server.tiering.keyspaces import KeyspaceSet
+from kvkeep_server.tiering.lineage import closed_part, deepest_first, descended
+from kvkeep_server.tiering.residency import Residency
+from kvkeep_server.tiering.room import RoomMaker
+
+I64 = NDArray[np.int64]
+U8 = NDArray[np.uint8]
+U64 = NDArray[np.uint64]
+
+# Units that leave without a pause: 10 to 15 ms of the loop.
+_SLICE_UNITS = 4096
+# Somebody who stores below what is being removed can make a removal fail, not last.
+_ROUNDS_MAX = 8
+_REMOVED = np.uint8(RemovalStatus.REMOVED)
+_KEPT = np.uint8(RemovalStatus.KEPT)
+
+
+@dataclass(slots=True)
+class RemovalCounts:
+    """Blocks that were taken out since the start, of all ranks and groups."""
+
+    removed: int = 0
+    corrupt: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """What became of a removal.
+
+    Attributes:
+        status: A `RemovalStatus` for each that was named.
+        units: Units that left, descendants included.
+    """
+
+    status: U8
+    units: int
+
+
+class Removal:
+    """Event loop only.
+
+    Args:
+        residency: Where the blocks are.
+        room: Nothing may leave while it rebuilds the index.
+    """
+
+    def __init__(self, *, residency: Residency, room: RoomMaker) -> None:
+        """See the class."""
+        self._residency = residency
+        self._room = room
+        self.counts = RemovalCounts()
+        # Each search takes a thread and 20 bytes a block: one at a time, however many ask.
+        self._searching = asyncio.Lock()
+
+    async def of_keys(
+        self, spaces: KeyspaceSet, keys: KeyBatch, *, with_descendants: bool
+    ) -> Removed:
+        """Takes out the units of these keys: all ranks and groups.
+
+        Args:
+            spaces: The namespace set.
+            keys: In any order.
+            with_descendants: Whether blocks that follow one of the keys leave too; without, a key
+                that has such blocks is KEPT, unless they are named as well.
+        """
+
+        def find() -> I64:
+            units = np.full(len(keys), -1, np.int64)
+            for keyspace in spaces.siblings:
+                blocks = self._residency.find(keyspace, keys)
+                there = blocks >= 0
+                units[there] = self._residency.columns.unit[blocks[there]]
+            return units
+
+        return await self._take_out(
+            find, MissReason.REMOVED, rounds=_ROUNDS_MAX if with_descendants else 1
+        )
+
+    async def of_blocks(self, blocks: I64, generations: U64) -> Removed:
+        """Takes out the units of damaged blocks and their descendants, unless they left meanwhile.
+
+        Args:
+            blocks: Ids, shape (n,).
+            generations: Of their slots when they were found damaged, shape (n,).
+        """
+        columns = self._residency.columns
+
+        def find() -> I64:
+            same = (columns.row[blocks] >= 0) & (columns.generation[blocks] == generations)
+            return np.where(same, columns.unit[blocks], -1).astype(np.int64)
+
+        return await self._take_out(find, MissReason.CORRUPT, rounds=_ROUNDS_MAX)
+
+    async def _take_out(
+        self, find: Callable[[], I64], reason: MissReason, *, rounds: int
+    ) -> Removed:
+        """One round takes out what has no descendants but those named; between two, the others
+        leave with theirs."""
+        removed, status = 0, np.zeros(0, np.uint8)
+        for left in range(rounds - 1, -1, -1):
+            await self._room.index_at_rest()
+            units = find()
+            if not len(status):
+                status = np.full(len(units), RemovalStatus.ABSENT, np.uint8)
+            status[(units < 0) & (status == _KEPT)] = _REMOVED
+            there = (units >= 0) & (status != _REMOVED)
+            status[there] = _KEPT
+            named = np.unique(units[there])
+            leaving = closed_part(self._residency.columns, named)
+            removed += self._withdraw(leaving, reason)
+            status[there & np.isin(units, leaving)] = _REMOVED
+            if len(leaving) == len(named) or not left:
+                break
+            removed += await self._trees_out(np.setdiff1d(named, leaving), reason)
+        return Removed(status, removed)
+
+    async def _trees_out(self, units: I64, reason: MissReason) -> int:
+        """Takes out these and what descends from them, leaves first, a slice at a time."""
+        columns = self._residency.columns
+        async with self._searching:
+            parents, generations = columns.parent.copy(), columns.generation.copy()
+            trees = await asyncio.to_thread(_trees, parents, units)
+        removed = 0
+        for start in range(0, len(trees), _SLICE_UNITS):
+            await self._room.index_at_rest()
+            some = trees[start : start + _SLICE_UNITS]
+            same = (columns.row[some] >= 0) & (columns.generation[some] == generations[some])
+            removed += self._withdraw(closed_part(columns, np.sort(some[same])), reason)
+            await asyncio.sleep(0)
+        return removed
+
+    def _withdraw(self, units: I64, reason: MissReason) -> int:
+        if len(units):
+            blocks = self._residency.withdraw(units, reason)
+            if reason == MissReason.CORRUPT:
+                self.counts.corrupt += blocks
+            else:
+                self.counts.removed += blocks
+        return len(units)
+
+
+def _trees(parents: NDArray[np.int32], units: I64) -> I64:
+    """These and all that descends from them, leaves first. Runs in a thread."""
+    marked = np.zeros(len(parents), bool)
+    marked[units] = True
+    return deepest_first(parents, np.flatnonzero(descended(parents, marked)))
