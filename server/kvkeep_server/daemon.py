@@ -11,9 +11,10 @@ import random
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from kvkeep_server.config import Settings
@@ -120,11 +121,9 @@ def build_core(
         settings=TableSettings(server_epoch, settings.index.rows_initial, settings.index.load_max),
     )
     leases = Leases(residency=residency, clock=clock, source=source, limits=_lease_limits(settings))
-    memory = SessionMemory(
-        touch_records=settings.sessions.touch_records,
-        offers=lambda: _offers(residency.table, pool.chunks.values()),
-        huge_pages=huge_pages,
-    )
+    offers = partial(_offers, residency, pool)
+    touch_records = settings.sessions.touch_records
+    memory = SessionMemory(touch_records=touch_records, offers=offers, huge_pages=huge_pages)
     sessions = Sessions(
         limits=_session_limits(settings),
         clock=clock,
@@ -177,12 +176,12 @@ class _Wiring:
         leases.end_session(session.session_id)
 
 
-def _offers(table: IndexTable, chunks: Iterable[Chunk]) -> list[FdOffer]:
+def _offers(residency: Residency, pool: Pool) -> list[FdOffer]:
     """All that a new client maps; all or none, when descriptors run out."""
     offers: list[FdOffer] = []
     try:
-        offers.append(_table_offer(table))
-        for chunk in chunks:
+        offers.append(_table_offer(residency.table))
+        for chunk in pool.chunks.values():
             offers.append(_chunk_offer(chunk))  # noqa: PERF401 - what was made must be closed
     except OSError:
         for offer in offers:
