@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import xxhash
 
 from kvkeep_server.core.results import GroupKind
+from kvkeep_server.tiers.record import checksum_seed, key_seed
 
 # Their numbers are u16 in the columns of blocks.
 KEYSPACES_MAX = 1 << 16
@@ -38,19 +39,15 @@ class Keyspace:
     @staticmethod
     def seed(namespace_id: bytes, group: int, block_nbytes: int) -> int:
         """`checksum_seed` of these."""
-        bound = namespace_id + group.to_bytes(4, "little") + block_nbytes.to_bytes(8, "little")
-        return xxhash.xxh3_64_intdigest(bound)
+        return checksum_seed(namespace_id, group, block_nbytes)
 
     def checksum(self, key: bytes, payload: memoryview) -> int:
         """xxh3-64 of the payload, bound to (namespace, group, key, length)."""
-        return xxhash.xxh3_64_intdigest(payload, self._seed_of(key))
+        return xxhash.xxh3_64_intdigest(payload, key_seed(self.checksum_seed, key))
 
     def hasher(self, key: bytes) -> xxhash.xxh3_64:
         """`checksum` for payloads that come in pieces: its `intdigest` after all `update`s."""
-        return xxhash.xxh3_64(seed=self._seed_of(key))
-
-    def _seed_of(self, key: bytes) -> int:
-        return xxhash.xxh3_64_intdigest(key, self.checksum_seed)
+        return xxhash.xxh3_64(seed=key_seed(self.checksum_seed, key))
 
 
 @dataclass(frozen=True, slots=True)
