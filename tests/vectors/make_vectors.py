@@ -343,7 +343,7 @@ def record_header(fields: dict[str, Any]) -> bytes:
     """The 320 bytes of a record's header."""
     key, parent = bytes.fromhex(fields["key"]), bytes.fromhex(fields["parent"])
     body = struct.pack(
-        "<8sHHI16s16sHHBBHQQQQQQQQ24s64s64s40x",
+        "<8sHHI16s16sHHBBHQQQQQQQQ24s64s64sQ32x",
         b"KVKRECD1",
         1,
         fields["flags"],
@@ -366,6 +366,7 @@ def record_header(fields: dict[str, Any]) -> bytes:
         fields["retention_class"].encode(),
         key,
         parent,
+        int(fields["target"], 16),
     )
     return body + struct.pack("<Q", xxhash.xxh3_64_intdigest(body))
 
@@ -397,6 +398,7 @@ def record_case(rng: random.Random, key_nbytes: int, payload: bytes, page: int) 
         "retention_class": "global" if payload else "",
         "key": key.hex(),
         "parent": rng.randbytes(key_nbytes).hex() if payload and page > 1 else "",
+        "target": hex64(0),
     }
     return {"fields": fields, "payload": payload.hex(), "header": record_header(fields).hex()}
 
@@ -407,11 +409,13 @@ def page_of(body: bytes) -> bytes:
 
 
 def segment(rng: random.Random) -> dict[str, Any]:
-    """A whole sealed segment of four records; pages of zeros are left to the reader."""
+    """A whole sealed segment of five records; pages of zeros are left to the reader."""
     cases, page = [], 1
-    for key_nbytes, payload_nbytes in ((16, 1), (32, 4096), (64, 4097), (33, 0)):
+    for key_nbytes, payload_nbytes in ((16, 1), (32, 4096), (64, 4097), (33, 0), (32, 0)):
         cases.append(record_case(rng, key_nbytes, rng.randbytes(payload_nbytes), page))
         page += 1 + -(-payload_nbytes // 4096)
+    cases[4]["fields"] |= {"flags": 2, "target": cases[1]["fields"]["location"]}
+    cases[4]["header"] = record_header(cases[4]["fields"]).hex()
     table = b"".join(bytes.fromhex(case["header"]) for case in cases)
     header = struct.pack("<8sIIQQQ24s", b"KVKSEGM1", 1, 0, 7, 64, 1_700_000_000_000, b"global")
     checksum = xxhash.xxh3_64_intdigest(table)

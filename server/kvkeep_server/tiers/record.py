@@ -25,7 +25,9 @@ VERSION = 1
 # Where the checksum of a header lies: over all bytes before it.
 _CHECKED_NBYTES = HEADER_NBYTES - 8
 MAGIC = int.from_bytes(b"KVKRECD1", "little")
+# What a record is that is no block: the key was removed; or the record at `target` never counted.
 TOMBSTONE = 1
+VOID = 2
 CLASS_NBYTES_MAX = 24
 _KEY_WORDS = KEY_NBYTES_MAX // 8
 
@@ -53,7 +55,8 @@ RECORD = np.dtype(
         ("retention_class", f"S{CLASS_NBYTES_MAX}"),
         ("key", "<u8", _KEY_WORDS),
         ("parent", "<u8", _KEY_WORDS),
-        ("reserved", "<u8", 5),
+        ("target", "<u8"),
+        ("reserved", "<u8", 4),
         ("header_checksum", "<u8"),
     ]
 )
@@ -162,15 +165,16 @@ def tombstones_of(blocks: Blocks, now_ms: int) -> Rows:
     return rows
 
 
-def tombstones_for(rows: Rows) -> Rows:
-    """Headers that say that the blocks of these records were removed; `record_seq` and `location`
-    are 0."""
-    stones = np.zeros(len(rows), RECORD)
+def voids_of(rows: Rows) -> Rows:
+    """Headers that say that these very records count for nothing, whatever else there is of their
+    keys; `record_seq` and `location` are 0."""
+    voids = np.zeros(len(rows), RECORD)
     for name in ("namespace_id", "group", "key", "key_nbytes", "created_ms", "last_used_ms"):
-        stones[name] = rows[name]
-    stones["flags"] = TOMBSTONE
-    stones["boundary_members"] = 1
-    return stones
+        voids[name] = rows[name]
+    voids["flags"] = VOID
+    voids["target"] = rows["location"]
+    voids["boundary_members"] = 1
+    return voids
 
 
 def name_rows(rows: Rows, blocks: Blocks) -> None:
@@ -203,8 +207,20 @@ def stored_pages(rows: Rows) -> NDArray[np.int64]:
 
 def is_tombstone(rows: Rows) -> Mask:
     """Which records say that their key was removed."""
-    removed: Mask = (rows["flags"] & TOMBSTONE) != 0
+    removed: Mask = rows["flags"] == TOMBSTONE
     return removed
+
+
+def is_void(rows: Rows) -> Mask:
+    """Which records say that another record never counted."""
+    void: Mask = rows["flags"] == VOID
+    return void
+
+
+def is_block(rows: Rows) -> Mask:
+    """Which records hold a block."""
+    block: Mask = rows["flags"] == 0
+    return block
 
 
 # --- encoding -------------------------------------------------------------------------------------
@@ -247,13 +263,11 @@ def sane(rows: Rows) -> Mask:
     raw = rows["codec"] == CodecId.RAW
     same = rows["payload_nbytes"] == rows["stored_nbytes"]
     same &= rows["checksum"] == rows["stored_checksum"]
-    removed = is_tombstone(rows)
     bare = (rows["payload_nbytes"] == 0) & (rows["stored_nbytes"] == 0) & raw
     held = (rows["payload_nbytes"] > 0) & (rows["stored_nbytes"] > 0)
-    ok: Mask = (
-        (rows["magic"] == MAGIC) & (rows["version"] == VERSION) & (rows["flags"] <= TOMBSTONE)
-    )
-    ok &= np.where(removed, bare, held & (same | ~raw))
+    ok: Mask = (rows["magic"] == MAGIC) & (rows["version"] == VERSION) & (rows["flags"] <= VOID)
+    ok &= np.where(is_block(rows), held & (same | ~raw), bare)
+    ok &= is_void(rows) == (rows["target"] != 0)
     # Up to 1 << 44: no sum of pages overflows, whatever the bytes are.
     ok &= np.maximum(rows["stored_nbytes"], rows["payload_nbytes"]) <= np.uint64(1 << 44)
     ok &= (key_nbytes >= KEY_NBYTES_MIN) & (key_nbytes <= KEY_NBYTES_MAX)

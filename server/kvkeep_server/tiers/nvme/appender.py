@@ -24,7 +24,7 @@ from kvkeep_server.tiers.nvme.segment_format import (
 )
 from kvkeep_server.tiers.nvme.segments import Segment, SegmentEvent
 from kvkeep_server.tiers.nvme.writing import create_segment, seal_segment, write_records
-from kvkeep_server.tiers.record import PAGE_NBYTES, RECORD, Rows, is_tombstone, stored_pages
+from kvkeep_server.tiers.record import PAGE_NBYTES, RECORD, Rows, is_block, stored_pages
 
 U64 = NDArray[np.uint64]
 # Of one job: group commit takes what waits, but nobody waits for more than this before its own.
@@ -40,6 +40,8 @@ class Append:
         sources: The stored bytes of each; empty for a tombstone.
         durable: Wait for fdatasync.
         for_reclaim: May take the one segment above the limit.
+        held: Segments that must stay until `release`, because their records are not committed;
+            None = nobody commits these.
         status: A `WriteStatus` each, when `done`.
         placed: Leading records that are decided or on their way.
         ended: Leading records whose status is known.
@@ -49,6 +51,7 @@ class Append:
     sources: Sequence[memoryview]
     durable: bool
     for_reclaim: bool
+    held: set[Segment] | None
     status: NDArray[np.uint8]
     done: asyncio.Future[None]
     placed: int = 0
@@ -62,12 +65,26 @@ class Append:
         *,
         durable: bool,
         for_reclaim: bool = False,
+        hold: bool = False,
     ) -> "Append":
         """Of records that are not placed."""
         assert len(rows) == len(sources)
         status = np.full(len(rows), WriteStatus.FAILED, np.uint8)
         done = asyncio.get_running_loop().create_future()
-        return cls(rows, sources, durable, for_reclaim, status, done)
+        held: set[Segment] | None = set() if hold else None
+        return cls(rows, sources, durable, for_reclaim, held, status, done)
+
+    def hold(self, segment: Segment) -> None:
+        """Keeps a segment that takes some of the records."""
+        if self.held is not None and segment not in self.held:
+            self.held.add(segment)
+            segment.pending += 1
+
+    def release(self) -> None:
+        """The records are committed, or never will be."""
+        for segment in self.held or ():
+            segment.pending -= 1
+        self.held = None
 
     def end(self, count: int, status: WriteStatus) -> None:
         """The next `count` records ended so."""
@@ -216,12 +233,13 @@ class Appender:
         rows = append.rows[start : start + count]
         starts = segment.end_page + ends[:count] - pages[:count]
         rows["location"] = (np.uint64(segment.number) << NUMBER_SHIFT) | starts.astype(np.uint64)
-        seqs, data = rows["record_seq"], ~is_tombstone(rows)
+        seqs, data = rows["record_seq"], is_block(rows)
         if data.any():
             segment.seq_min = min(segment.seq_min, int(seqs[data].min()))
         segment.seq_max = max(segment.seq_max, int(seqs.max()))
         segment.end_page += int(ends[count - 1])
         segment.records += count
+        append.hold(segment)
         job.pieces.append((append, count))
         job.rows.append(rows)
         job.sources += append.sources[start : start + count]
@@ -285,7 +303,7 @@ class Appender:
         self.active, self._table, self._sync_due = None, [], False
         if unsynced:
             lost = np.concatenate(unsynced)
-            lost = lost[~is_tombstone(lost)]
+            lost = lost[is_block(lost)]
             directory.counts.lost += len(lost)
             directory.lose(segment, lost["location"], lost["record_seq"])
 

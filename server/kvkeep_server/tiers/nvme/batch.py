@@ -27,6 +27,7 @@ class NvmeBatch:
         self._nbytes = nbytes
         self._locations: U64 = np.zeros(count, np.uint64)
         self._rows: Rows | None = None
+        self._append: Append | None = None
         self._open = True
         self._claimed = True
 
@@ -48,8 +49,8 @@ class NvmeBatch:
             raise TierUnavailableError(f"nvme: {self._log.directory.health.reason}")
         rows = rows_of(blocks)
         rows["record_seq"] = self._log.directory.sequence.take_seqs(len(rows))
-        append = Append.of(rows, sources, durable=durable)
-        self._rows = rows
+        append = Append.of(rows, sources, durable=durable, hold=True)
+        self._rows, self._append = rows, append
         assert blocks.facts is not None
         try:
             await self._log.append(blocks.facts.retention_class, append)
@@ -61,8 +62,7 @@ class NvmeBatch:
     def commit(self, kept: Mask | None = None) -> U64:
         """See `WriteBatch`. Records that are not kept get tombstones, behind the work."""
         assert self._open, "committed or aborted before"
-        self._open = False
-        self._unclaim()
+        self._close()
         if self._rows is None:
             assert not len(self._locations), "nothing is written"
             return np.empty(0, np.uint64)
@@ -75,10 +75,15 @@ class NvmeBatch:
     def abort(self) -> None:
         """See `WriteBatch`."""
         if self._open:
-            self._open = False
-            self._unclaim()
+            self._close()
             if self._rows is not None:
                 self._log.discard(self._rows)
+
+    def _close(self) -> None:
+        self._open = False
+        self._unclaim()
+        if self._append is not None:
+            self._append.release()
 
     def _unclaim(self) -> None:
         if self._claimed:

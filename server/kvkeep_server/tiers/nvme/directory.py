@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import partial
@@ -222,6 +222,7 @@ class Directory:
 
     Attributes:
         table: Its segments.
+        tables: Those of all directories of the tier: a key may have older records in any.
         files: Its file system.
         health: Of writes.
         counts: Of the whole tier.
@@ -234,6 +235,7 @@ class Directory:
     """
 
     table: SegmentTable
+    tables: Sequence[SegmentTable]
     files: Files
     health: Health
     counts: Counts

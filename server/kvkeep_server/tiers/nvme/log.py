@@ -8,7 +8,7 @@ from kvkeep_server.tiers.nvme.directory import Directory
 from kvkeep_server.tiers.nvme.reclaim import Reclaimer
 from kvkeep_server.tiers.nvme.segment_format import FIRST_PAGE, PAGE_MASK, table_pages
 from kvkeep_server.tiers.nvme.segments import Segment, SegmentState
-from kvkeep_server.tiers.record import PAGE_NBYTES, Rows, tombstones_for
+from kvkeep_server.tiers.record import PAGE_NBYTES, Rows, voids_of
 
 # Each has an active segment.
 CLASSES_MAX = 64
@@ -72,7 +72,8 @@ class Log:
     def discard(self, rows: Rows) -> None:
         """Forgets records that were written and are not wanted.
 
-        Tombstones follow behind the work, so that they do not come back at a restart.
+        That they never counted is written behind the work, so that they do not come back at a
+        restart. A tombstone would take an earlier record of the key with it.
         """
         rows = rows[rows["location"] > 0]
         if not len(rows):
@@ -82,11 +83,10 @@ class Log:
             segment = directory.table.segments.get(location >> 32)
             if segment is not None:
                 segment.dead.add(location & int(PAGE_MASK))
-        stones = tombstones_for(rows)
-        stones["record_seq"] = directory.sequence.take_seqs(len(stones))
-        directory.counts.tombstones += len(stones)
-        empty = [memoryview(b"")] * len(stones)
-        append = Append.of(stones, empty, durable=False, for_reclaim=True)
+        voids = voids_of(rows)
+        voids["record_seq"] = directory.sequence.take_seqs(len(voids))
+        empty = [memoryview(b"")] * len(voids)
+        append = Append.of(voids, empty, durable=False, for_reclaim=True)
         self._appender(rows["retention_class"][0].decode()).enqueue(append)
 
     def _appender(self, retention_class: str) -> Appender:

@@ -19,7 +19,7 @@ from kvkeep_server.tiers.record import (
     PAGE_NBYTES,
     CodecId,
     Rows,
-    is_tombstone,
+    is_block,
     key_seed,
     rows_in_pages,
 )
@@ -137,8 +137,7 @@ def _read_direct(files: Files, workers: Workers, fd: int, asked: Asked) -> Statu
     try:
         pairs = scratch[: 2 * count * PAGE_NBYTES].reshape(count, 2, PAGE_NBYTES)
         got = files.preadv(fd, interleave(scratch, asked.into), _offset(asked))
-        # What the file does not have is no record.
-        pairs[got // (asked.record_pages * PAGE_NBYTES) :, 0, :HEADER_NBYTES] = 0
+        pairs[_headers_in(got, asked) :, 0, :HEADER_NBYTES] = 0
         if rest:
             for pair, target in zip(pairs, asked.into, strict=True):
                 target[-rest:] = pair[1, :rest].data
@@ -154,12 +153,18 @@ def _read_bounced(files: Files, workers: Workers, fd: int, asked: Asked) -> Stat
     try:
         records = scratch[: count * stride].reshape(count, stride)
         got = files.preadv(fd, [scratch.data[: count * stride]], _offset(asked))
-        records[got // stride :, :HEADER_NBYTES] = 0
+        records[_headers_in(got, asked) :, :HEADER_NBYTES] = 0
         for record, target in zip(records, asked.into, strict=True):
             target[:] = record[PAGE_NBYTES : PAGE_NBYTES + asked.nbytes].data
         return _verify(asked, records)
     finally:
         workers.bounce.give(scratch)
+
+
+def _headers_in(got: int, asked: Asked) -> int:
+    """How many headers so many bytes hold: what the file does not have is no record. A payload that
+    is not all there fails its checksum."""
+    return -(-(got // PAGE_NBYTES) // asked.record_pages)
 
 
 def _offset(asked: Asked) -> int:
@@ -185,5 +190,5 @@ def _is_asked(rows: Rows, asked: Asked) -> NDArray[np.bool_]:
     same &= (rows["namespace_id"] == asked.namespace_words).all(axis=1)
     same &= (rows["group"] == asked.group) & (rows["payload_nbytes"] == asked.nbytes)
     same &= (rows["key"] == asked.key_words).all(axis=1)
-    same &= (rows["codec"] == CodecId.RAW) & ~is_tombstone(rows)
+    same &= (rows["codec"] == CodecId.RAW) & is_block(rows)
     return same

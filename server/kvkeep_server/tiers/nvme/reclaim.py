@@ -14,12 +14,14 @@ from kvkeep_server.tiers.nvme.appender import Append
 from kvkeep_server.tiers.nvme.directory import OP_NBYTES_MAX, Directory
 from kvkeep_server.tiers.nvme.recovery import Content, inspect
 from kvkeep_server.tiers.nvme.scratch import Scratch
-from kvkeep_server.tiers.nvme.segment_format import PAGE_MASK
-from kvkeep_server.tiers.nvme.segments import Segment, SegmentState
+from kvkeep_server.tiers.nvme.segment_format import NUMBER_SHIFT, PAGE_MASK
+from kvkeep_server.tiers.nvme.segments import SEQ_NONE, Segment, SegmentState
 from kvkeep_server.tiers.record import (
     PAGE_NBYTES,
     Rows,
+    is_block,
     is_tombstone,
+    is_void,
     stored_checksums_match,
     stored_pages,
 )
@@ -51,6 +53,7 @@ class Reclaimer:
         """
         table = self._directory.table
         candidates = table.of_states(SegmentState.SEALED, SegmentState.QUARANTINED)
+        candidates = [segment for segment in candidates if not segment.pending]
         if not candidates or table.of_states(SegmentState.FOUND):
             return False
         segment = min(candidates, key=lambda segment: segment.seq_max)
@@ -81,10 +84,9 @@ class Reclaimer:
         if not isinstance(found, Content):
             directory.owner.segment_lost(segment.number)
             return True
-        removed = is_tombstone(found.rows)
-        if not await self._keep_tombstones(segment, found.rows[removed]):
+        if not await self._keep_marks(segment, found.rows):
             return False
-        rows = found.rows[~removed]
+        rows = found.rows[is_block(found.rows)]
         start = 0
         while start < len(rows):
             ends = np.cumsum(stored_pages(rows[start:]))
@@ -95,18 +97,24 @@ class Reclaimer:
             start = stop
         return True
 
-    async def _keep_tombstones(self, segment: Segment, rows: Rows) -> bool:
-        """A tombstone goes with the last segment that may hold an older record than itself. It
-        keeps its number: with a new one it would win over later records of its key."""
-        others = self._directory.table.segments.values()
-        oldest = min((s.seq_min for s in others if s is not segment and s.readable), default=None)
-        if oldest is None:
+    async def _keep_marks(self, segment: Segment, rows: Rows) -> bool:
+        """Writes again what other segments still need said.
+
+        A tombstone goes with the last segment that may hold an older record than itself. It keeps
+        its number: with a new one it would win over later records of its key. A void goes with the
+        segment of the record that it names.
+        """
+        everywhere = [s for table in self._directory.tables for s in table.segments.values()]
+        others = [s for s in everywhere if s is not segment and s.readable]
+        oldest = min((s.seq_min for s in others), default=SEQ_NONE)
+        needed = is_tombstone(rows) & (rows["record_seq"] > np.uint64(oldest))
+        numbers = np.array([s.number for s in others], np.uint64)
+        needed |= is_void(rows) & np.isin(rows["target"] >> NUMBER_SHIFT, numbers)
+        marks = rows[needed]
+        if not len(marks):
             return True
-        needed = rows[rows["record_seq"] > np.uint64(oldest)].copy()
-        if not len(needed):
-            return True
-        sources = [memoryview(b"")] * len(needed)
-        append = Append.of(needed, sources, durable=True, for_reclaim=True)
+        sources = [memoryview(b"")] * len(marks)
+        append = Append.of(marks, sources, durable=True, for_reclaim=True)
         await self._append(segment.retention_class, append)
         # Without room (a limit that was lowered), keeping them would keep everything.
         lost = append.status == WriteStatus.THROTTLED

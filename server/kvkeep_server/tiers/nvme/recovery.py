@@ -31,7 +31,7 @@ from kvkeep_server.tiers.record import (
     PAGE_NBYTES,
     RECORD,
     Rows,
-    is_tombstone,
+    is_block,
     rows_in_pages,
     stored_checksums_match,
     stored_pages,
@@ -48,8 +48,8 @@ class Content:
 
     Attributes:
         header: Of the segment.
-        rows: Its records, tombstones among them, in the order of their pages. Of a sealed one as
-            its table says, else those whose payload is right.
+        rows: Its records, tombstones and voids among them, in the order of their pages. Of a sealed
+            one as its table says, else those whose payload is right.
         end_page: Behind the last record.
         sealed: Has a table and a footer.
         corrupt: Records that are left out, because their payload is wrong.
@@ -200,7 +200,7 @@ def _verified(
     sizes = rows["stored_nbytes"].tolist()
     begins = [start + PAGE_NBYTES for start in starts[:count]]
     stored = [flat[begin : begin + n] for begin, n in zip(begins, sizes, strict=True)]
-    return rows, stored_checksums_match(rows, stored) | is_tombstone(rows)
+    return rows, stored_checksums_match(rows, stored) | ~is_block(rows)
 
 
 # --- taking it in ---------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ async def recover_segment(directory: Directory, segment: Segment) -> Rows:
     sealed is cut and sealed, so that it is walked only once.
 
     Returns:
-        Its records, tombstones among them; none where it cannot be used.
+        Its records, tombstones and voids among them; none where it cannot be used.
     """
     table = directory.table
     table.hold(segment)
@@ -242,7 +242,7 @@ async def _take_in(directory: Directory, segment: Segment, found: Content) -> No
     segment.advance(SegmentEvent.RECOVER)
     segment.retention_class = found.header.retention_class
     segment.end_page, segment.records = found.end_page, len(rows)
-    data = rows["record_seq"][~is_tombstone(rows)]
+    data = rows["record_seq"][is_block(rows)]
     segment.seq_min = int(data.min()) if len(data) else SEQ_NONE
     segment.seq_max = int(rows["record_seq"].max()) if len(rows) else 0
     directory.sequence.raise_above(segment.seq_max)

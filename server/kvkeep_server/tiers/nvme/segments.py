@@ -77,6 +77,8 @@ class Segment:
         seq_max: Highest record_seq.
         dead: Pages where records begin that are removed, corrupt or never became good.
         readers: Jobs that use the file now.
+        pending: Batches with records in it that are neither committed nor aborted: until then it
+            must not be reclaimed.
         fd: -1 while closed.
     """
 
@@ -92,6 +94,7 @@ class Segment:
     seq_max: int = 0
     dead: set[int] = field(default_factory=set)
     readers: int = 0
+    pending: int = 0
     fd: int = -1
     _lock: threading.Lock = field(default_factory=threading.Lock)
 

@@ -48,6 +48,7 @@ from kvkeep_server.tiers.record import (
     Rows,
     checksum_seed,
     id_words,
+    is_void,
     tombstones_of,
 )
 
@@ -110,10 +111,12 @@ class NvmeTier:
         self._counts = Counts()
         self._reading_nbytes = 0
         workers = Workers.make(readers, writers, kept_max=2 * len(settings.directories) + 2)
+        tables = [SegmentTable(settings=one, files=files) for one in settings.directories]
         self._logs = [
             Log(
                 directory=Directory(
-                    table=SegmentTable(settings=directory, files=files),
+                    table=table,
+                    tables=tables,
                     files=files,
                     health=Health(clock=clock, probe_interval_s=settings.probe_interval_s),
                     counts=self._counts,
@@ -123,7 +126,7 @@ class NvmeTier:
                     wall_ms=self._log_clock.now_ms,
                 )
             )
-            for directory in settings.directories
+            for table in tables
         ]
         self._workers = workers
         self._owner = owner
@@ -169,8 +172,14 @@ class NvmeTier:
             for log in self._logs
             for segment in log.directory.table.of_states(SegmentState.FOUND)
         ]
+        voided = np.empty(0, np.uint64)
+        # A void lies in a later segment than the record that it names, or behind it in its own.
         for _, directory, segment in sorted(found, key=lambda entry: -entry[0]):
             rows = await recover_segment(directory, segment)
+            voided = np.append(voided, rows["target"][is_void(rows)])
+            never = np.isin(rows["location"], voided)
+            segment.dead.update((rows["location"][never] & PAGE_MASK).tolist())
+            rows = rows[~never & ~is_void(rows)]
             if len(rows):
                 self._log_clock.raise_to(int(rows["last_used_ms"].max()))
                 yield rows

@@ -32,7 +32,7 @@ def row_of(fields):
         rows[name] = fields[name]
     for name in ("created_ms", "last_used_ms"):
         rows[name] = fields[name]
-    for name in ("record_seq", "location"):
+    for name in ("record_seq", "location", "target"):
         rows[name] = number(fields[name])
     for name in ("namespace_id", "boundary_id"):
         rows[name] = record.id_words(bytes.fromhex(fields[name]))
@@ -140,7 +140,9 @@ def changed(**fields):
     "fields",
     [
         {"version": 2},
-        {"flags": 2},
+        {"flags": 3},
+        {"flags": 2, "payload_nbytes": 0, "stored_nbytes": 0, "checksum": 0, "stored_checksum": 0},
+        {"target": 1},
         {"flags": 1},
         {"payload_nbytes": 0, "stored_nbytes": 0},
         {"stored_nbytes": 4999},
@@ -191,10 +193,15 @@ def test_rows_say_what_the_blocks_said():
     assert not rows["parent"][0].any()
     assert rows["retention_class"].tolist() == [b"global"] * 3
     assert record.stored_checksums_match(rows, [memoryview(data) for data in contents]).all()
-    stones = record.tombstones_for(rows)
-    record.seal_headers(stones)
+    rows["location"] = [5, 6, 7]
+    stones, voids = record.tombstones_of(blocks, 1000), record.voids_of(rows)
+    for marks in (stones, voids):
+        record.seal_headers(marks)
+        assert record.keys_of(marks) == record.keys_of(rows)
     assert record.is_tombstone(stones).all()
-    assert record.keys_of(stones) == record.keys_of(rows)
+    assert record.is_void(voids).all()
+    assert voids["target"].tolist() == [5, 6, 7]
+    assert record.is_block(rows).all()
 
 
 def _fields(blocks):
