@@ -1,7 +1,7 @@
 """An nvme tier in a directory of a test, and an owner of its records: an index in a dict."""
 
-import asyncio
-from concurrent.futures import ThreadPoolExecutor
+import os
+import tempfile
 from dataclasses import replace
 
 import numpy as np
@@ -83,16 +83,6 @@ class IndexOwner:
         self.segments_lost.append(number)
         kept = {key: place for key, place in self.places.items() if place[0] >> 32 != number}
         self.places = kept
-
-
-class Threads:
-    """Runs both kinds of work in one small pool; closed by the test."""
-
-    def __init__(self):
-        self.pool = ThreadPoolExecutor(4)
-
-    def close(self):
-        self.pool.shutdown()
 
 
 def directory_settings(path, **changes):
@@ -196,6 +186,7 @@ async def settle(tier):
             await tier.reclaim_oldest()
 
 
-def run(main):
-    """`asyncio.run`, for tests that are not coroutines."""
-    return asyncio.run(main)
+def fast_directory():
+    """A directory where a sync costs nothing, for tests of what the tier does and not of a disk."""
+    memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    return tempfile.TemporaryDirectory(prefix="kvkeep-nvme-", dir=memory)

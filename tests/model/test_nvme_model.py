@@ -1,8 +1,6 @@
 """The nvme tier against a dict: random operations, reclaim, clean restarts and crashes."""
 
 import asyncio
-import shutil
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvkeep_server.core.errors import TierUnavailableError
 from kvkeep_server.tiers.base import ReadStatus, RemoveStatus, WriteStatus
 from tests.fakes.nvme_blocks import content, named, with_facts
-from tests.fakes.nvme_tier import MIB, IndexOwner, get, nvme_tier, put, started
+from tests.fakes.nvme_tier import MIB, IndexOwner, fast_directory, get, nvme_tier, put, started
 
 NAMES = [content([9, i], 32) for i in range(10)]
 SIZES = st.sampled_from([3000, 4096, 30_000, 200_000])
@@ -29,7 +27,7 @@ class NvmeAgainstADict(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.loop = asyncio.new_event_loop()
-        self.root = Path(tempfile.mkdtemp(prefix="kvkeep-nvme-"))
+        self.root = fast_directory()
         self.threads = ThreadPoolExecutor(3)
         self.stored = {}  # name -> bytes
         self.given_up = set()  # names whose newest record reclaim may have dropped
@@ -41,7 +39,7 @@ class NvmeAgainstADict(RuleBasedStateMachine):
 
     @initialize(directories=st.integers(1, 2))
     def begin(self, directories):
-        self.paths = [self.root / str(i) for i in range(directories)]
+        self.paths = [Path(self.root.name) / str(i) for i in range(directories)]
         self._start()
 
     def _start(self, **changes):
@@ -55,7 +53,7 @@ class NvmeAgainstADict(RuleBasedStateMachine):
             self.do(self.tier.close())
         self.loop.close()
         self.threads.shutdown()
-        shutil.rmtree(self.root)
+        self.root.cleanup()
 
     def _blocks(self, names, nbytes, retention_class):
         self.count += 1
@@ -101,8 +99,7 @@ class NvmeAgainstADict(RuleBasedStateMachine):
             try:
                 assert self.do(self.tier.remove(blocks)).tolist() == [RemoveStatus.REMOVED]
                 self.versions[name] = set()
-            except TierUnavailableError as error:
-                assert "no room" in str(error)
+            except TierUnavailableError:  # no room for the tombstone: it may come back
                 self.given_up.add(name)
             assert self.do(self.tier.remove(blocks)).tolist() == [RemoveStatus.ABSENT]
 

@@ -27,7 +27,7 @@ from kvkeep_server.tiers.record import (
 U64 = NDArray[np.uint64]
 Statuses = NDArray[np.uint8]
 # What a medium says of a place that it cannot give back; anything else may be over in a moment.
-_UNREADABLE = {errno.EIO, errno.EILSEQ, errno.ENODATA}
+UNREADABLE = {errno.EIO, errno.EILSEQ, errno.ENODATA}
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ def _read_run(files: Files, workers: Workers, fd: int, asked: Asked) -> tuple[St
     except OSError as error:
         count = len(asked.keys)
         if count == 1:
-            bad = error.errno in _UNREADABLE
+            bad = error.errno in UNREADABLE
             answer = ReadStatus.CORRUPT if bad else ReadStatus.THROTTLED
             return np.array([answer], np.uint8), 1
     parts = [_read_run(files, workers, fd, asked.part(i, i + 1)) for i in range(count)]

@@ -4,6 +4,7 @@ Numbers of the new records are taken at the moment that the owner is asked. So w
 rewrites a block afterwards has a higher number, and wins also when the process dies in between.
 """
 
+import contextlib
 from collections.abc import Awaitable, Callable
 
 import numpy as np
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from kvkeep_server.tiers.base import WriteStatus
 from kvkeep_server.tiers.nvme.appender import Append
 from kvkeep_server.tiers.nvme.directory import OP_NBYTES_MAX, Directory
+from kvkeep_server.tiers.nvme.reading import UNREADABLE
 from kvkeep_server.tiers.nvme.recovery import Content, inspect
 from kvkeep_server.tiers.nvme.scratch import Scratch
 from kvkeep_server.tiers.nvme.segment_format import NUMBER_SHIFT, PAGE_MASK
@@ -78,8 +80,10 @@ class Reclaimer:
         except FileNotFoundError:
             directory.counts.vanished += 1
             found = ""
-        except OSError:
+        except OSError as error:
             directory.counts.read_errors += 1
+            if error.errno not in UNREADABLE:
+                return False
             found = ""
         if not isinstance(found, Content):
             directory.owner.segment_lost(segment.number)
@@ -135,6 +139,11 @@ class Reclaimer:
         scratch = directory.workers.bounce.take(_span(rows)[1])
         try:
             good = await directory.run(lambda: self._load(segment, rows, scratch))
+        except OSError:
+            directory.counts.read_errors += 1
+            directory.workers.bounce.give(scratch)
+            return False
+        try:
             directory.counts.corrupt += int((~good).sum())
             self._drop(segment, rows[~good])
             old = rows[good]
@@ -147,18 +156,29 @@ class Reclaimer:
             directory.workers.bounce.give(scratch)
 
     def _load(self, segment: Segment, rows: Rows, scratch: Scratch) -> NDArray[np.bool_]:
-        """Reads all from the first to the last of these records, and verifies them. In a thread."""
+        """Reads all from the first to the last of these records, and verifies them. In a thread.
+
+        Where the medium fails, one by one, so that only bad places suffer.
+
+        Raises:
+            OSError: it may be over in a moment.
+        """
         first_page, nbytes = _span(rows)
         files = self._directory.files
+        fd = segment.opened(files)
         try:
-            fd = segment.opened(files)
-            got = files.preadv(fd, [scratch.data[:nbytes]], first_page * PAGE_NBYTES)
-        except OSError:
-            return np.zeros(len(rows), np.bool_)
-        payloads = _payloads(rows, rows, scratch)
-        good = stored_checksums_match(rows, payloads)
-        ends = (rows["location"] & PAGE_MASK).astype(np.int64) - first_page + stored_pages(rows)
-        return good & (ends * PAGE_NBYTES <= got)
+            files.preadv(fd, [scratch.data[:nbytes]], first_page * PAGE_NBYTES)
+        except OSError as error:
+            if error.errno not in UNREADABLE:
+                raise
+            starts = (rows["location"] & PAGE_MASK).astype(np.int64) - first_page
+            pieces = zip(starts.tolist(), stored_pages(rows).tolist(), strict=True)
+            for start, pages in pieces:
+                part = scratch.data[start * PAGE_NBYTES : (start + pages) * PAGE_NBYTES]
+                part[:] = bytes(len(part))
+                with contextlib.suppress(OSError):
+                    files.preadv(fd, [part], (first_page + start) * PAGE_NBYTES)
+        return stored_checksums_match(rows, _payloads(rows, rows, scratch))
 
     def _note(self, segment: Segment, old: Rows, append: Append) -> bool:
         """Tells the owner what moved and what is lost; False when to try again later."""

@@ -149,6 +149,14 @@ class NvmeTier:
             OSError: a directory cannot be read.
         """
         self._log_clock.begin()
+        try:
+            await self._take_directories()
+        except BaseException:
+            for lock in self._locks:
+                lock.release()
+            raise
+
+    async def _take_directories(self) -> None:
         highest = 0
         for log, lock in zip(self._logs, self._locks, strict=True):
             directory = log.directory
@@ -200,10 +208,12 @@ class NvmeTier:
         Nobody may call anything afterwards.
         """
         for log, lock in zip(self._logs, self._locks, strict=True):
-            await log.seal()
-            await log.directory.unlink_retired()
-            log.directory.table.close_all()
-            lock.release()
+            try:
+                await log.seal()
+                await log.directory.unlink_retired()
+            finally:
+                log.directory.table.close_all()
+                lock.release()
 
     async def reclaim_oldest(self) -> bool:
         """Gives back the oldest segment of each directory; whether there was any."""
