@@ -1,5 +1,6 @@
 """An nvme tier in a directory of a test, and an owner of its records: an index in a dict."""
 
+import asyncio
 import os
 import tempfile
 from dataclasses import replace
@@ -8,13 +9,14 @@ import numpy as np
 
 from kvkeep_server.core.clock import SystemClock
 from kvkeep_server.tiers import record
-from kvkeep_server.tiers.base import WriteStatus
+from kvkeep_server.tiers.base import ReadStatus, WriteStatus
 from kvkeep_server.tiers.nvme.files import DiskFiles
 from kvkeep_server.tiers.nvme.segments import DirectorySettings
 from kvkeep_server.tiers.nvme.tier import NvmeSettings, NvmeTier
-from tests.fakes.nvme_blocks import named, slots
+from tests.fakes.nvme_blocks import blocks_of, named, slots
 
 MIB = 1 << 20
+NBYTES = 58_368
 
 
 class IndexOwner:
@@ -184,6 +186,44 @@ async def settle(tier):
         await tier.seal()
         for _ in range(sum(tier.stats().directories[0].segments.values())):
             await tier.reclaim_oldest()
+
+
+def keys_of(blocks):
+    packed = blocks.keys.pack()
+    return [packed[i : i + 32] for i in range(0, len(packed), 32)]
+
+
+async def store(tier, owner, count, seed, *, nbytes=NBYTES, durable=True, **facts):
+    """Keys and contents of what was written."""
+    blocks, contents = blocks_of(count, nbytes=nbytes, seed=seed, **facts)
+    status = await put(tier, owner, blocks, contents, durable=durable)
+    kept = [i for i, answer in enumerate(status) if answer == WriteStatus.WRITTEN]
+    keys = keys_of(blocks)
+    return {keys[i]: contents[i] for i in kept}
+
+
+async def all_hits(tier, owner, stored, nbytes=NBYTES):
+    got = await get(tier, owner, list(stored), nbytes)
+    return all(got[key] == (ReadStatus.HIT, data) for key, data in stored.items())
+
+
+def disk_nbytes(path):
+    """Size of all segments in the directories below."""
+    return sum(file.stat().st_size for file in path.glob("*/*.kvks"))
+
+
+async def until(holds):
+    """Looks again and again; the caller bounds the time."""
+    for _ in range(20_000):
+        if holds():
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError("never came true")
+
+
+async def stop(task):
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 def fast_directory():
