@@ -28,7 +28,7 @@ from kvkeep_server.tiers.record import PAGE_NBYTES, RECORD, Rows, is_block, stor
 
 U64 = NDArray[np.uint64]
 # Of one job: group commit takes what waits, but nobody waits for more than this before its own.
-_JOB_NBYTES_MAX = 64 << 20
+_JOB_NBYTES_MAX = 128 << 20
 
 
 @dataclass(slots=True, eq=False)

@@ -1,31 +1,31 @@
 """What a reader thread does: read records, and verify every one. Blocks; any thread."""
 
 import errno
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from kvkeep_server.core.keys import KEY_NBYTES_MAX
 from kvkeep_server.tiers.base import ReadStatus
 from kvkeep_server.tiers.nvme.directory import OP_NBYTES_MAX, OP_RECORDS_MAX, Workers
 from kvkeep_server.tiers.nvme.files import Files
 from kvkeep_server.tiers.nvme.scratch import interleave, is_aligned
-from kvkeep_server.tiers.nvme.segment_format import PAGE_MASK
+from kvkeep_server.tiers.nvme.segment_format import PAGE_MAX
 from kvkeep_server.tiers.nvme.segments import Segment
 from kvkeep_server.tiers.record import (
     HEADER_NBYTES,
     PAGE_NBYTES,
-    CodecId,
-    Rows,
-    is_block,
+    check_block,
     key_seed,
-    rows_in_pages,
 )
 
-U64 = NDArray[np.uint64]
-Statuses = NDArray[np.uint8]
+# A `ReadStatus` each.
+Statuses = bytearray
+# Looked up once: an enum's attribute costs more than a comparison.
+_HIT, _MISS = int(ReadStatus.HIT), int(ReadStatus.MISS)
+_CORRUPT, _THROTTLED = int(ReadStatus.CORRUPT), int(ReadStatus.THROTTLED)
 # What a medium says of a place that it cannot give back; anything else may be over in a moment.
 UNREADABLE = {errno.EIO, errno.EILSEQ, errno.ENODATA}
 
@@ -34,37 +34,37 @@ UNREADABLE = {errno.EIO, errno.EILSEQ, errno.ENODATA}
 class Asked:
     """Blocks of one namespace, group and size that lie in one segment, by ascending location.
 
+    Lists, not arrays: most calls are for few blocks, and numpy gives the GIL up where a comparison
+    is over sooner than it comes back.
+
     Attributes:
-        namespace_words: Of the namespace id.
+        namespace_id: Theirs.
         group: Theirs.
         nbytes: Of each block.
         seed: `checksum_seed` of these three.
         keys: Of each block.
-        key_words: The same as words, as wide as in a record.
         locations: Of each.
         stamps: Of each.
         into: Where each goes, `nbytes` long.
     """
 
-    namespace_words: U64
+    namespace_id: bytes
     group: int
     nbytes: int
     seed: int
-    keys: Sequence[bytes]
-    key_words: U64
-    locations: U64
-    stamps: U64
-    into: Sequence[memoryview]
+    keys: list[bytes]
+    locations: list[int]
+    stamps: list[int]
+    into: list[memoryview]
 
     def part(self, start: int, stop: int) -> "Asked":
         """Blocks start to stop (exclusive)."""
         return Asked(
-            self.namespace_words,
+            self.namespace_id,
             self.group,
             self.nbytes,
             self.seed,
             self.keys[start:stop],
-            self.key_words[start:stop],
             self.locations[start:stop],
             self.stamps[start:stop],
             self.into[start:stop],
@@ -74,6 +74,18 @@ class Asked:
     def record_pages(self) -> int:
         """Pages of each record."""
         return 1 + -(-self.nbytes // PAGE_NBYTES)
+
+    def runs(self, nbytes_max: int) -> list[tuple[int, int]]:
+        """Bounds of neighbours that are read with one system call each."""
+        step = self.record_pages
+        longest = min(OP_RECORDS_MAX, max(1, nbytes_max // (step * PAGE_NBYTES)))
+        runs, start = [], 0
+        for i in range(1, len(self.keys) + 1):
+            apart = i == len(self.keys) or self.locations[i] != self.locations[i - 1] + step
+            if apart or i - start == longest:
+                runs.append((start, i))
+                start = i
+        return runs
 
 
 def read_blocks(
@@ -93,26 +105,13 @@ def read_blocks(
         raise
     except OSError:
         count = len(asked.keys)
-        return np.full(count, ReadStatus.THROTTLED, np.uint8), count
-    status = np.empty(len(asked.keys), np.uint8)
-    errors = 0
-    for start, stop in _runs(asked):
-        status[start:stop], failed = _read_run(files, workers, fd, asked.part(start, stop))
+        return bytearray([_THROTTLED]) * count, count
+    status, errors = bytearray(), 0
+    for start, stop in asked.runs(OP_NBYTES_MAX):
+        some, failed = _read_run(files, workers, fd, asked.part(start, stop))
+        status += some
         errors += failed
     return status, errors
-
-
-def _runs(asked: Asked) -> list[tuple[int, int]]:
-    """Bounds of what is read with one system call each."""
-    step = asked.record_pages
-    breaks = np.flatnonzero(np.diff(asked.locations) != step) + 1
-    longest = min(OP_RECORDS_MAX, max(1, OP_NBYTES_MAX // (step * PAGE_NBYTES)))
-    bounds = [0, *breaks.tolist(), len(asked.keys)]
-    return [
-        (start, min(start + longest, bounds[i + 1]))
-        for i in range(len(bounds) - 1)
-        for start in range(bounds[i], bounds[i + 1], longest)
-    ]
 
 
 def _read_run(files: Files, workers: Workers, fd: int, asked: Asked) -> tuple[Statuses, int]:
@@ -124,10 +123,10 @@ def _read_run(files: Files, workers: Workers, fd: int, asked: Asked) -> tuple[St
         count = len(asked.keys)
         if count == 1:
             bad = error.errno in UNREADABLE
-            answer = ReadStatus.CORRUPT if bad else ReadStatus.THROTTLED
-            return np.array([answer], np.uint8), 1
+            return bytearray([_CORRUPT if bad else _THROTTLED]), 1
     parts = [_read_run(files, workers, fd, asked.part(i, i + 1)) for i in range(count)]
-    return np.concatenate([status for status, _ in parts]), sum(failed for _, failed in parts)
+    statuses = bytearray().join(status for status, _ in parts)
+    return statuses, sum(failed for _, failed in parts)
 
 
 def _read_direct(files: Files, workers: Workers, fd: int, asked: Asked) -> Statuses:
@@ -168,27 +167,25 @@ def _headers_in(got: int, asked: Asked) -> int:
 
 
 def _offset(asked: Asked) -> int:
-    return int(asked.locations[0] & PAGE_MASK) * PAGE_NBYTES
+    return (asked.locations[0] & PAGE_MAX) * PAGE_NBYTES
 
 
 def _verify(asked: Asked, pages: NDArray[np.uint8]) -> Statuses:
     """Whether headers and payloads are those of the blocks: HIT; of another block, which is what a
     caller with old news gets: MISS; anything else is CORRUPT."""
-    rows, good = rows_in_pages(pages)
-    good &= rows["location"] == asked.locations
-    same = _is_asked(rows, asked)
-    status = np.where(good, ReadStatus.MISS, ReadStatus.CORRUPT).astype(np.uint8)
-    wanted = rows["stored_checksum"].tolist()
-    for i in np.flatnonzero(good & same).tolist():
-        digest = xxhash.xxh3_64_intdigest(asked.into[i], key_seed(asked.seed, asked.keys[i]))
-        status[i] = ReadStatus.HIT if digest == wanted[i] else ReadStatus.CORRUPT
-    return status
+    return bytearray(_status(asked, i, pages[i].data) for i in range(len(asked.keys)))
 
 
-def _is_asked(rows: Rows, asked: Asked) -> NDArray[np.bool_]:
-    same: NDArray[np.bool_] = rows["record_seq"] == asked.stamps
-    same &= (rows["namespace_id"] == asked.namespace_words).all(axis=1)
-    same &= (rows["group"] == asked.group) & (rows["payload_nbytes"] == asked.nbytes)
-    same &= (rows["key"] == asked.key_words).all(axis=1)
-    same &= (rows["codec"] == CodecId.RAW) & is_block(rows)
-    return same
+def _status(asked: Asked, i: int, page: memoryview) -> int:
+    found = check_block(page, asked.namespace_id, asked.group, asked.nbytes)
+    if found is None:
+        return _CORRUPT
+    location, seq, key, checksum = found
+    if location == 0:
+        return _MISS
+    if location != asked.locations[i]:
+        return _CORRUPT
+    if seq != asked.stamps[i] or key != asked.keys[i].ljust(KEY_NBYTES_MAX, b"\0"):
+        return _MISS
+    digest = xxhash.xxh3_64_intdigest(asked.into[i], key_seed(asked.seed, asked.keys[i]))
+    return _HIT if digest == checksum else _CORRUPT

@@ -28,7 +28,8 @@ FIRST_PAGE = 1
 # A location is segment number << 32 | page.
 NUMBER_MAX = (1 << 32) - 1
 NUMBER_SHIFT = np.uint64(32)
-PAGE_MASK = np.uint64(NUMBER_MAX)
+PAGE_MAX = NUMBER_MAX
+PAGE_MASK = np.uint64(PAGE_MAX)
 
 _HEADER = struct.Struct(f"<8sIIQQQ{CLASS_NBYTES_MAX}s")
 _FOOTER = struct.Struct("<8sIIQQQQ")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from kvkeep_server.tiers.nvme.files import Files, Found
-from kvkeep_server.tiers.nvme.segment_format import FIRST_PAGE, table_pages
+from kvkeep_server.tiers.nvme.segment_format import FIRST_PAGE, PAGE_MAX, table_pages
 from kvkeep_server.tiers.record import PAGE_NBYTES
 
 # No record number is so large: it starts at a segment number << 32.
@@ -115,6 +115,14 @@ class Segment:
     def free_pages(self) -> int:
         """Behind the last record; the table and the footer need some of them."""
         return self.pages - self.end_page
+
+    def may_hold(self, location: int, stamp: int) -> bool:
+        """Whether a block of that number may begin there, as far as memory tells."""
+        page = location & PAGE_MAX
+        lowest = min(self.seq_min, self.seq_max)
+        return (
+            0 < page < self.end_page and lowest <= stamp <= self.seq_max and page not in self.dead
+        )
 
     def room(self, record_pages: int) -> int:
         """How many more records of so many pages it takes."""

@@ -6,7 +6,7 @@ costs it no memory. Its owner (`RecordOwner`) knows which records are wanted.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,7 +36,7 @@ from kvkeep_server.tiers.nvme.files import Files
 from kvkeep_server.tiers.nvme.log import Log
 from kvkeep_server.tiers.nvme.reading import Asked, read_blocks
 from kvkeep_server.tiers.nvme.recovery import recover_segment
-from kvkeep_server.tiers.nvme.segment_format import NUMBER_SHIFT, PAGE_MASK
+from kvkeep_server.tiers.nvme.segment_format import PAGE_MASK, PAGE_MAX
 from kvkeep_server.tiers.nvme.segments import (
     DirectorySettings,
     Segment,
@@ -47,16 +47,16 @@ from kvkeep_server.tiers.nvme.stats import NvmeStats, directory_stats
 from kvkeep_server.tiers.record import (
     Rows,
     checksum_seed,
-    id_words,
     is_void,
     tombstones_of,
 )
 
-U64 = NDArray[np.uint64]
-Mask = NDArray[np.bool_]
 # A batch of reads is cut into pieces of this size, so that several threads read and verify it.
 _PIECE_NBYTES = 2 << 20
-_KEY_WORDS = 8
+_PIECE_CALLS = 4
+_CORRUPT, _MISS = int(ReadStatus.CORRUPT), int(ReadStatus.MISS)
+# Blocks, and their positions in what the caller asked for.
+_Placed = tuple[Asked, list[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,10 +242,10 @@ class NvmeTier:
 
     def resident(self, blocks: Blocks) -> NDArray[np.uint8]:
         """See `Tier`: YES where a record of that number may lie, as far as memory tells."""
-        held = np.zeros(len(blocks), np.bool_)
-        for _, segment, places in self._segments_of(blocks.locations):
-            held[places] = _may_hold(segment, blocks.locations[places], blocks.stamps[places])
-        return np.where(held, Presence.YES, Presence.NO).astype(np.uint8)
+        status = np.full(len(blocks), Presence.NO, np.uint8)
+        for _, _, places in self._held(blocks):
+            status[places] = Presence.YES
+        return status
 
     async def read(self, blocks: Blocks, into: Sequence[memoryview]) -> NDArray[np.uint8]:
         """See `Tier`. Into buffers of any alignment; page-aligned ones are read without a copy."""
@@ -298,15 +298,12 @@ class NvmeTier:
         """
         status = np.full(len(blocks), RemoveStatus.ABSENT, np.uint8)
         appends: list[tuple[Log, str, Append]] = []
-        for log, segment, places in self._segments_of(blocks.locations):
-            held = places[_may_hold(segment, blocks.locations[places], blocks.stamps[places])]
-            _, first = np.unique(blocks.locations[held], return_index=True)
-            held = held[first]
-            if not len(held):
-                continue
-            status[held] = RemoveStatus.REMOVED
-            segment.dead.update((blocks.locations[held] & PAGE_MASK).tolist())
-            some = replace(blocks, keys=blocks.keys.select(held))
+        locations = blocks.locations.tolist()
+        for log, segment, places in self._held(blocks):
+            once = list({locations[place]: place for place in places}.values())
+            status[once] = RemoveStatus.REMOVED
+            segment.dead.update(locations[place] & PAGE_MAX for place in once)
+            some = replace(blocks, keys=blocks.keys.select(np.array(once)))
             appends.append((log, segment.retention_class, self._tombstones(some)))
         await self._bury(appends)
         return status
@@ -342,31 +339,31 @@ class NvmeTier:
     def _writing_nbytes(self) -> int:
         return sum(log.claimed_nbytes for log in self._logs)
 
-    def _segments_of(self, locations: U64) -> list[tuple[Log, Segment, NDArray[np.int64]]]:
-        """The readable segments in which blocks may lie, and the positions of their blocks."""
-        numbers = locations >> NUMBER_SHIFT
-        found = []
-        for number in np.unique(numbers).tolist():
+    def _held(self, blocks: Blocks) -> list[tuple[Log, Segment, list[int]]]:
+        """The readable segments in which blocks may lie, and the positions of those blocks."""
+        places_of: dict[int, list[int]] = {}
+        for place, location in enumerate(blocks.locations.tolist()):
+            places_of.setdefault(location >> 32, []).append(place)
+        locations, stamps = blocks.locations.tolist(), blocks.stamps.tolist()
+        held = []
+        for number, places in places_of.items():
             for log in self._logs:
                 segment = log.directory.table.segments.get(number)
                 if segment is not None and segment.readable:
-                    found.append((log, segment, np.flatnonzero(numbers == np.uint64(number))))
-        return found
+                    may = segment.may_hold
+                    there = [i for i in places if may(locations[i], stamps[i])]
+                    if there:
+                        held.append((log, segment, there))
+        return held
 
     async def _read_all(
         self, blocks: Blocks, into: Sequence[memoryview], status: NDArray[np.uint8]
     ) -> None:
         running = []
-        seed = checksum_seed(blocks.namespace_id, blocks.group, blocks.nbytes)
-        for log, segment, places in self._segments_of(blocks.locations):
-            held = places[_may_hold(segment, blocks.locations[places], blocks.stamps[places])]
-            held = held[np.argsort(blocks.locations[held], kind="stable")]
-            asked = _asked(blocks, into, held, seed)
-            step = max(1, _PIECE_NBYTES // blocks.nbytes)
-            for start in range(0, len(held), step):
-                part = asked.part(start, start + step)
-                places_of_part = held[start : start + step]
-                running.append(self._read_part(log, segment, part, places_of_part, status))
+        ask = _asker(blocks, into)
+        for log, segment, places in self._held(blocks):
+            for part, some in _pieces(ask(places)):
+                running.append(self._read_part(log, segment, part, some, status))
         if len(running) == 1:
             await running[0]
         elif running:
@@ -376,12 +373,7 @@ class NvmeTier:
                     raise result
 
     async def _read_part(
-        self,
-        log: Log,
-        segment: Segment,
-        asked: Asked,
-        places: NDArray[np.int64],
-        status: NDArray[np.uint8],
+        self, log: Log, segment: Segment, asked: Asked, places: list[int], status: NDArray[np.uint8]
     ) -> None:
         """One job of a reader thread; writes its answers into `status`."""
         table = log.directory.table
@@ -400,14 +392,20 @@ class NvmeTier:
         finally:
             table.release(segment)
         self._counts.read_errors += errors
-        corrupt = answers == ReadStatus.CORRUPT
-        if corrupt.any():
-            self._counts.corrupt += int(corrupt.sum())
-            log.directory.lose(segment, asked.locations[corrupt], asked.stamps[corrupt])
-        # What was removed or given back meanwhile is no hit any more.
-        gone = ~_may_hold(segment, asked.locations, asked.stamps)
-        answers[gone & ~corrupt] = ReadStatus.MISS
-        status[places] = answers
+        for i, place in enumerate(places):
+            answer = answers[i]
+            if answer == _CORRUPT:
+                self._corrupt(log, segment, asked.locations[i], asked.stamps[i])
+            elif segment.dead and (asked.locations[i] & PAGE_MAX) in segment.dead:
+                answer = _MISS  # removed meanwhile
+            status[place] = answer
+
+    def _corrupt(self, log: Log, segment: Segment, location: int, stamp: int) -> None:
+        """Drops a record whose bytes are wrong; the first who finds out tells its owner."""
+        self._counts.corrupt += 1
+        if location & PAGE_MAX not in segment.dead:
+            one = np.array([[location], [stamp]], np.uint64)
+            log.directory.lose(segment, one[0], one[1])
 
     def _vanished(self, log: Log, segment: Segment) -> None:
         """Somebody removed the file of a segment: its blocks and its bytes are gone."""
@@ -430,33 +428,39 @@ class NvmeTier:
                 raise TierUnavailableError(f"nvme: removed, but not on the medium: {reason}")
 
 
-def _may_hold(segment: Segment, locations: U64, stamps: U64) -> Mask:
-    """Where a record of that number may begin, as far as memory tells."""
-    pages = locations & PAGE_MASK
-    held = (pages > 0) & (pages < np.uint64(segment.end_page))
-    held &= stamps >= np.uint64(min(segment.seq_min, segment.seq_max))
-    held &= stamps <= np.uint64(segment.seq_max)
-    if segment.dead:
-        held &= ~np.isin(pages.astype(np.int64), np.fromiter(segment.dead, np.int64))
-    return held
+def _asker(blocks: Blocks, into: Sequence[memoryview]) -> Callable[[list[int]], _Placed]:
+    """Makes what a reader needs to know of some of the blocks, by ascending location."""
+    size = blocks.keys.key_nbytes
+    packed = blocks.keys.pack()
+    locations, stamps = blocks.locations.tolist(), blocks.stamps.tolist()
+    seed = checksum_seed(blocks.namespace_id, blocks.group, blocks.nbytes)
+
+    def ask(places: list[int]) -> _Placed:
+        places.sort(key=locations.__getitem__)
+        asked = Asked(
+            namespace_id=blocks.namespace_id,
+            group=blocks.group,
+            nbytes=blocks.nbytes,
+            seed=seed,
+            keys=[packed[place * size : (place + 1) * size] for place in places],
+            locations=[locations[place] for place in places],
+            stamps=[stamps[place] for place in places],
+            into=[into[place] for place in places],
+        )
+        return asked, places
+
+    return ask
 
 
-def _asked(
-    blocks: Blocks, into: Sequence[memoryview], places: NDArray[np.int64], seed: int
-) -> Asked:
-    """Some of the blocks, in this order."""
-    keys = blocks.keys.select(places)
-    packed, size = keys.pack(), keys.key_nbytes
-    words = np.zeros((len(places), _KEY_WORDS), np.uint64)
-    words[:, : keys.words.shape[1]] = keys.words
-    return Asked(
-        namespace_words=id_words(blocks.namespace_id),
-        group=blocks.group,
-        nbytes=blocks.nbytes,
-        seed=seed,
-        keys=[packed[start : start + size] for start in range(0, len(packed), size)],
-        key_words=words,
-        locations=blocks.locations[places],
-        stamps=blocks.stamps[places],
-        into=[into[place] for place in places.tolist()],
-    )
+def _pieces(placed: _Placed) -> list[_Placed]:
+    """Cuts what lies in one segment for several threads: of neighbours not too many bytes, of
+    scattered blocks not too many calls."""
+    asked, places = placed
+    pieces, start, calls = [], 0, 0
+    for _, stop in asked.runs(_PIECE_NBYTES):
+        calls += 1
+        full = (stop - start) * asked.nbytes >= _PIECE_NBYTES // 2 or calls == _PIECE_CALLS
+        if full or stop == len(places):
+            pieces.append((asked.part(start, stop), places[start:stop]))
+            start, calls = stop, 0
+    return pieces

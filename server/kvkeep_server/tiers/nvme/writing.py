@@ -31,6 +31,10 @@ from kvkeep_server.tiers.record import (
     stored_pages,
 )
 
+# Of one system call that takes bytes where they lie. The deeper the queue, the faster the device:
+# batches of 128 MiB took 54 ms in one call, 106 ms in calls of 8 MiB.
+_GATHERED_NBYTES_MAX = 128 << 20
+
 
 def create_segment(
     files: Files, settings: DirectorySettings, path: str, header: SegmentHeader
@@ -95,22 +99,23 @@ def write_records(
     """
     raw = seal_headers(rows)
     pages = stored_pages(rows)
-    aligned = np.array([not source or is_aligned(source) for source in sources], np.bool_)
+    aligned = all(not source or is_aligned(source) for source in sources)
+    write = _write_gathered if aligned else _write_bounced
+    op_nbytes = _GATHERED_NBYTES_MAX if aligned else OP_NBYTES_MAX
     start = 0
     while start < len(rows):
-        stop = _op_end(pages, start)
+        stop = _op_end(pages, start, op_nbytes)
         offset = int(rows["location"][start] & PAGE_MASK) * PAGE_NBYTES
-        gather = _write_gathered if aligned[start:stop].all() else _write_bounced
-        gather(files, workers, fd, offset, raw[start:stop], sources[start:stop])
+        write(files, workers, fd, offset, raw[start:stop], sources[start:stop])
         start = stop
     if sync:
         files.fdatasync(fd)
 
 
-def _op_end(pages: NDArray[np.int64], start: int) -> int:
+def _op_end(pages: NDArray[np.int64], start: int, nbytes_max: int) -> int:
     """Behind the last record of the system call that begins with this one."""
     ends = np.cumsum(pages[start : start + OP_RECORDS_MAX])
-    count = int(np.searchsorted(ends, OP_NBYTES_MAX // PAGE_NBYTES, side="right"))
+    count = int(np.searchsorted(ends, nbytes_max // PAGE_NBYTES, side="right"))
     return start + max(1, count)
 
 
