@@ -123,8 +123,10 @@ class Log:
                     break
                 if self.directory.table.used_nbytes >= used_nbytes:
                     break
+            # Not `wait_for`: in Python 3.11 it loses a cancellation that meets the event.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(needed.wait(), retry_s)
+                async with asyncio.timeout(retry_s):
+                    await needed.wait()
             needed.clear()
 
     def _needs_room(self) -> bool:

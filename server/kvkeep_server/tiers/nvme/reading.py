@@ -3,9 +3,7 @@
 import errno
 from dataclasses import dataclass
 
-import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
 from kvkeep_server.core.keys import KEY_NBYTES_MAX
 from kvkeep_server.tiers.base import ReadStatus
@@ -15,7 +13,6 @@ from kvkeep_server.tiers.nvme.scratch import interleave, is_aligned
 from kvkeep_server.tiers.nvme.segment_format import PAGE_MAX
 from kvkeep_server.tiers.nvme.segments import Segment
 from kvkeep_server.tiers.record import (
-    HEADER_NBYTES,
     PAGE_NBYTES,
     check_block,
     key_seed,
@@ -131,31 +128,33 @@ def _read_run(files: Files, workers: Workers, fd: int, asked: Asked) -> tuple[St
 
 def _read_direct(files: Files, workers: Workers, fd: int, asked: Asked) -> Statuses:
     """Whole pages go straight to where they are wanted."""
-    count, rest = len(asked.keys), asked.nbytes % PAGE_NBYTES
+    rest = asked.nbytes % PAGE_NBYTES
     scratch = workers.read_pairs.take(0)
     try:
-        pairs = scratch[: 2 * count * PAGE_NBYTES].reshape(count, 2, PAGE_NBYTES)
+        flat = scratch.data
         got = files.preadv(fd, interleave(scratch, asked.into), _offset(asked))
-        pairs[_headers_in(got, asked) :, 0, :HEADER_NBYTES] = 0
         if rest:
-            for pair, target in zip(pairs, asked.into, strict=True):
-                target[-rest:] = pair[1, :rest].data
-        return _verify(asked, pairs[:, 0])
+            end = PAGE_NBYTES
+            for target in asked.into:
+                target[-rest:] = flat[end : end + rest]
+                end += 2 * PAGE_NBYTES
+        return _verify(asked, flat, 2 * PAGE_NBYTES, got)
     finally:
         workers.read_pairs.give(scratch)
 
 
 def _read_bounced(files: Files, workers: Workers, fd: int, asked: Asked) -> Statuses:
     """For callers' memory that is not aligned."""
-    count, stride = len(asked.keys), asked.record_pages * PAGE_NBYTES
-    scratch = workers.bounce.take(count * stride)
+    stride = asked.record_pages * PAGE_NBYTES
+    scratch = workers.bounce.take(len(asked.keys) * stride)
     try:
-        records = scratch[: count * stride].reshape(count, stride)
-        got = files.preadv(fd, [scratch.data[: count * stride]], _offset(asked))
-        records[_headers_in(got, asked) :, :HEADER_NBYTES] = 0
-        for record, target in zip(records, asked.into, strict=True):
-            target[:] = record[PAGE_NBYTES : PAGE_NBYTES + asked.nbytes].data
-        return _verify(asked, records)
+        flat = scratch.data[: len(asked.keys) * stride]
+        got = files.preadv(fd, [flat], _offset(asked))
+        begin = PAGE_NBYTES
+        for target in asked.into:
+            target[:] = flat[begin : begin + asked.nbytes]
+            begin += stride
+        return _verify(asked, flat, stride, got)
     finally:
         workers.bounce.give(scratch)
 
@@ -170,10 +169,21 @@ def _offset(asked: Asked) -> int:
     return (asked.locations[0] & PAGE_MAX) * PAGE_NBYTES
 
 
-def _verify(asked: Asked, pages: NDArray[np.uint8]) -> Statuses:
+def _verify(asked: Asked, flat: memoryview, stride: int, got: int) -> Statuses:
     """Whether headers and payloads are those of the blocks: HIT; of another block, which is what a
-    caller with old news gets: MISS; anything else is CORRUPT."""
-    return bytearray(_status(asked, i, pages[i].data) for i in range(len(asked.keys)))
+    caller with old news gets: MISS; anything else is CORRUPT.
+
+    Args:
+        asked: The blocks.
+        flat: Where their header pages are.
+        stride: Bytes from one header page to the next.
+        got: Bytes that came from the file.
+    """
+    there = _headers_in(got, asked)
+    statuses = bytearray([_CORRUPT]) * len(asked.keys)
+    for i in range(min(there, len(statuses))):
+        statuses[i] = _status(asked, i, flat[i * stride : i * stride + PAGE_NBYTES])
+    return statuses
 
 
 def _status(asked: Asked, i: int, page: memoryview) -> int:

@@ -53,7 +53,7 @@ from kvkeep_server.tiers.record import (
 
 # A batch of reads is cut into pieces of this size, so that several threads read and verify it.
 _PIECE_NBYTES = 2 << 20
-_PIECE_CALLS = 4
+_PIECE_CALLS = 8
 _CORRUPT, _MISS = int(ReadStatus.CORRUPT), int(ReadStatus.MISS)
 # Blocks, and their positions in what the caller asked for.
 _Placed = tuple[Asked, list[int]]

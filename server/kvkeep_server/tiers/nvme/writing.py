@@ -36,6 +36,9 @@ from kvkeep_server.tiers.record import (
 _GATHERED_NBYTES_MAX = 128 << 20
 
 
+_ZEROS = memoryview(bytes(PAGE_NBYTES))
+
+
 def create_segment(
     files: Files, settings: DirectorySettings, path: str, header: SegmentHeader
 ) -> int:
@@ -131,11 +134,13 @@ def _write_gathered(
     try:
         pairs = scratch[: 2 * len(raw) * PAGE_NBYTES].reshape(len(raw), 2, PAGE_NBYTES)
         pairs[:, 0, :HEADER_NBYTES] = raw
-        for pair, source in zip(pairs, sources, strict=True):
+        flat = scratch.data
+        for i, source in enumerate(sources):
             rest = len(source) % PAGE_NBYTES
             if rest:
-                pair[1, :rest] = np.frombuffer(source[-rest:], np.uint8)
-                pair[1, rest:] = 0
+                end = (2 * i + 1) * PAGE_NBYTES
+                flat[end : end + rest] = source[-rest:]
+                flat[end + rest : end + PAGE_NBYTES] = _ZEROS[rest:]
         files.pwritev(fd, interleave(scratch, sources), offset)
     finally:
         workers.write_pairs.give(scratch)

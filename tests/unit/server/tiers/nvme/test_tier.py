@@ -19,6 +19,7 @@ from tests.fakes.nvme_tier import (
     NBYTES,
     all_hits,
     disk_nbytes,
+    get,
     keys_of,
     put,
     started,
@@ -121,6 +122,32 @@ def test_the_slot_behind_a_block_is_not_touched(make, owner):
             assert region[start : start + 5000] == data
             assert region[start + 5000] == ord("#")
             region[start : start + 5000] = b"#" * 5000
+        await tier.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.promise("P25", gate=12, unit="positions of the bad block")
+def test_whichever_block_is_bad_each_has_its_own_status(make, owner, tmp_path):
+    """Block k of n: never a buffer called filled that is not."""
+    tier = make()
+
+    async def run():
+        await started(tier, owner)
+        stored = await store(tier, owner, 12, 1)
+        places = dict(owner.places)
+        (path,) = tmp_path.glob("0/*.kvks")
+        good = path.read_bytes()
+        (segment,) = tier._logs[0].directory.table.segments.values()
+        for bad in stored:
+            image = bytearray(good)
+            image[(places[bad][0] & 0xFFFFFFFF) * 4096 + 4096 + 100] ^= 1
+            path.write_bytes(image)
+            owner.places = dict(places)
+            segment.dead.clear()
+            got = await get(tier, owner, list(stored), NBYTES)
+            assert got.pop(bad)[0] == ReadStatus.CORRUPT
+            assert all(got[key] == (ReadStatus.HIT, stored[key]) for key in got)
         await tier.close()
 
     asyncio.run(run())
