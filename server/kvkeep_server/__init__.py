@@ -4,6 +4,6 @@ __main__  the entry point: standard library only
 cli       one module a command        daemon    builds, wires, starts and drains everything
 config    one TOML file -> Settings   rpc       gRPC and the fd socket; proto <-> core values
 service   sessions, namespaces, use cases       tiering   which tier answers, who stays, what moves
-tiers     ram behind one protocol     index     the shared table, to the byte
+tiers     ram, nvme: one protocol     index     the shared table, to the byte
 policies  who leaves, what enters     core      keys, results, errors, clock: values only
 """
