@@ -131,6 +131,8 @@ class Appender:
         self._unsynced: list[Rows] = []
         self._job: _Job | None = None
         self._sync_due = False
+        # Whoever waits for the end of the active segment.
+        self._sealed: asyncio.Future[None] | None = None
 
     async def append(self, append: Append) -> None:
         """Returns when all records have their status.
@@ -154,18 +156,25 @@ class Appender:
         self._queue.append(append)
         self._start()
 
-    async def sync(self) -> None:
-        """Syncs what no sync covers."""
+    def begin_sync(self) -> None:
+        """Syncs what no sync covers, with the next job."""
         if self._unsynced:
             self._sync_due = True
-            await finish(self._start())
+            self._start()
 
     async def seal(self) -> None:
-        """Ends the active segment, after all that is queued."""
+        """Ends the active segment; what is queued goes into the next one."""
+        if self.active is not None:
+            if self._sealed is None:
+                self._sealed = asyncio.get_running_loop().create_future()
+            sealed = self._sealed
+            self._start()
+            await finish(sealed)
+
+    async def drain(self) -> None:
+        """Returns when nothing is queued: for the end, when nobody appends any more."""
         while self._task is not None:
             await finish(self._task)
-        if self.active is not None:
-            await self._seal()
 
     def _start(self) -> "asyncio.Task[None]":
         if self._task is None or self._task.done():
@@ -174,20 +183,34 @@ class Appender:
 
     async def _work(self) -> None:
         try:
-            while self._queue or (self._sync_due and self._unsynced):
-                job = self._collect()
-                if job is not None:
-                    self._job = job
-                    await self._run(job)
-                    self._job = None
-                else:
-                    await self._make_room()
+            while self._queue or self._sealed or (self._sync_due and self._unsynced):
+                await self._step()
         except Exception as error:
             self._give_up(error)
             raise
         finally:
             self._sync_due = False
             self._task = None
+            self._end_sealing()
+
+    async def _step(self) -> None:
+        """One thing at a time: nothing is written into a segment while it is sealed."""
+        if self._sealed is not None:
+            if self.active is not None:
+                await self._seal()
+            self._end_sealing()
+            return
+        self._job = self._collect()
+        if self._job is not None:
+            await self._run(self._job)
+            self._job = None
+        else:
+            await self._make_room()
+
+    def _end_sealing(self) -> None:
+        sealed, self._sealed = self._sealed, None
+        if sealed is not None and not sealed.done():
+            sealed.set_result(None)
 
     def _give_up(self, error: Exception) -> None:
         """A bug: whoever waits is told, and nothing more goes in."""

@@ -60,7 +60,7 @@ class NvmeBatch:
         return append.status
 
     def commit(self, kept: Mask | None = None) -> U64:
-        """See `WriteBatch`. Records that are not kept get tombstones, behind the work."""
+        """See `WriteBatch`. Records that are not kept never counted."""
         assert self._open, "committed or aborted before"
         self._close()
         if self._rows is None:

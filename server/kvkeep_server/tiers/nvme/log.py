@@ -99,8 +99,14 @@ class Log:
         return appender
 
     async def seal(self) -> None:
-        """Ends the active segments, after all that is queued."""
+        """Ends the active segments."""
         for appender in list(self._appenders.values()):
+            await appender.seal()
+
+    async def close(self) -> None:
+        """Writes what is queued and ends the active segments; nobody appends any more."""
+        for appender in list(self._appenders.values()):
+            await appender.drain()
             await appender.seal()
 
     # --- behind -----------------------------------------------------------------------------------
@@ -110,7 +116,7 @@ class Log:
         while True:
             await asyncio.sleep(interval_s)
             for appender in list(self._appenders.values()):
-                await appender.sync()
+                appender.begin_sync()
             await self.directory.unlink_retired()
 
     async def reclaim_behind(self, retry_s: float) -> None:

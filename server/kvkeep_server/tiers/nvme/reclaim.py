@@ -32,7 +32,7 @@ U64 = NDArray[np.uint64]
 
 
 class Reclaimer:
-    """Of one directory. Event loop only; one `reclaim_oldest` at a time.
+    """Of one directory. Event loop only.
 
     Args:
         directory: Whose segments.
@@ -45,14 +45,24 @@ class Reclaimer:
         """See the class."""
         self._directory = directory
         self._append = append
+        self._busy = False
 
     async def reclaim_oldest(self) -> bool:
         """Gives back the segment whose newest record is the oldest.
 
         Returns:
-            False when there is none, or when its wanted records could not be written (nothing is
-            lost then).
+            False when there is none, when another call is at it, or when its wanted records could
+            not be written (nothing is lost then).
         """
+        if self._busy:
+            return False
+        self._busy = True
+        try:
+            return await self._reclaim_oldest()
+        finally:
+            self._busy = False
+
+    async def _reclaim_oldest(self) -> bool:
         table = self._directory.table
         candidates = table.of_states(SegmentState.SEALED, SegmentState.QUARANTINED)
         candidates = [segment for segment in candidates if not segment.pending]

@@ -209,7 +209,7 @@ class NvmeTier:
         """
         for log, lock in zip(self._logs, self._locks, strict=True):
             try:
-                await log.seal()
+                await log.close()
                 await log.directory.unlink_retired()
             finally:
                 log.directory.table.close_all()
