@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import xxhash
 
 from kvkeep_server.core.results import GroupKind
+from kvkeep_server.tiers.record import checksum_seed
 
 # Their numbers are u16 in the columns of blocks.
 KEYSPACES_MAX = 1 << 16
@@ -38,8 +39,7 @@ class Keyspace:
     @staticmethod
     def seed(namespace_id: bytes, group: int, block_nbytes: int) -> int:
         """`checksum_seed` of these."""
-        bound = namespace_id + group.to_bytes(4, "little") + block_nbytes.to_bytes(8, "little")
-        return xxhash.xxh3_64_intdigest(bound)
+        return checksum_seed(namespace_id, group, block_nbytes)
 
     def checksum(self, key: bytes, payload: memoryview) -> int:
         """xxh3-64 of the payload, bound to (namespace, group, key, length)."""
