@@ -28,9 +28,23 @@ _COLUMNS: dict[str, tuple[type[np.generic], int]] = {
     "address": (np.uint64, 0),
     "generation": (np.uint64, 0),
     "checksum": (np.uint64, 0),
+    "nvme": (np.uint64, 0),
+    "stamp": (np.uint64, 0),
     "last_used_s": (np.float64, 0),
+    "in_ram": (np.bool_, 0),
 }
-_OF_A_SNAPSHOT = ("row", "unit", "next_shard", "parent", "children", "pins", "keyspace", "address")
+_OF_A_SNAPSHOT = (
+    "row",
+    "unit",
+    "next_shard",
+    "parent",
+    "children",
+    "pins",
+    "keyspace",
+    "address",
+    "nvme",
+    "in_ram",
+)
 
 
 class BlockColumns:
@@ -44,10 +58,14 @@ class BlockColumns:
         children: Units whose parent this is. Valid at unit ids.
         pins: Leases and commits that forbid eviction. Valid at unit ids.
         keyspace: Number of the keyspace.
-        address: Of the slot in ram.
+        address: Of the slot in ram, 0 = not in ram.
         generation: Of that slot.
         checksum: Bound xxh3-64 of the payload.
+        nvme: Location of its record on nvme, 0 = none.
+        stamp: Number of that record.
         last_used_s: Monotonic seconds. Valid at unit ids.
+        in_ram: Whether the unit has a block in ram, so that the eviction policy knows it. Valid at
+            unit ids.
         key_words: Shape (capacity, words of the longest key seen), the full keys.
     """
 
@@ -61,7 +79,10 @@ class BlockColumns:
     address: NDArray[np.uint64]
     generation: NDArray[np.uint64]
     checksum: NDArray[np.uint64]
+    nvme: NDArray[np.uint64]
+    stamp: NDArray[np.uint64]
     last_used_s: NDArray[np.float64]
+    in_ram: NDArray[np.bool_]
 
     def __init__(self) -> None:
         """See the class."""
@@ -137,8 +158,35 @@ class BlockColumns:
         """Blocks that left the index and whose slots are pinned still, ascending."""
         return np.flatnonzero((self.row < 0) & (self.unit >= 0))
 
+    def blocks_of(self, units: I64) -> I64:
+        """All blocks of these units."""
+        parts, at = [], units
+        while len(at):
+            parts.append(at)
+            following = self.next_shard[at]
+            at = following[following >= 0].astype(np.int64)
+        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+    def whole(self, units: I64, has: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Which units have something in all of their blocks: `has` tells it of every id."""
+        told, at, places = has[units], units, np.arange(len(units))
+        while len(at):
+            following = self.next_shard[at]
+            goes_on = following >= 0
+            at, places = following[goes_on].astype(np.int64), places[goes_on]
+            told[places] &= has[at]
+        return told
+
+    def recorded(self, units: I64) -> NDArray[np.bool_]:
+        """Which units have a record of each of their blocks on nvme."""
+        return self.whole(units, self.nvme != 0)
+
+    def placed(self, units: I64) -> NDArray[np.bool_]:
+        """Which units have each of their blocks somewhere."""
+        return self.whole(units, (self.nvme != 0) | (self.address != 0))
+
     def not_held(self) -> I64:
-        """Blocks whose unit is not pinned and has no pinned descendant."""
+        """Blocks in ram whose unit is not pinned and has no pinned descendant."""
         held = self.pins > 0
         # Leases pin whole prefixes, so few pinned units have a parent that is not.
         for unit in np.unique(self.parent[held]).tolist():
@@ -147,7 +195,8 @@ class BlockColumns:
                 held[up] = True
                 up = int(self.parent[up])
         ids = self.in_use()
-        return ids[~held[self.unit[ids]]]
+        free: I64 = ids[~held[self.unit[ids]] & (self.address[ids] != 0)]
+        return free
 
     def _grow(self) -> None:
         old = self.capacity

@@ -70,7 +70,9 @@ def test_checksums_are_those_of_the_keyspace():
         namespace_id, key = bytes.fromhex(fields["namespace_id"]), bytes.fromhex(fields["key"])
         group, nbytes = fields["group"], fields["payload_nbytes"]
         seed = Keyspace.seed(namespace_id, group, nbytes)
-        space = Keyspace(0, namespace_id, 0, group, GroupKind.FULL, len(key), nbytes, seed)
+        space = Keyspace(
+            0, namespace_id, 0, group, GroupKind.FULL, len(key), nbytes, seed, b"s" * 16, 1, 0
+        )
         payload = memoryview(bytes.fromhex(case["payload"]))
         assert space.checksum(key, payload) == number(fields["checksum"])
 
