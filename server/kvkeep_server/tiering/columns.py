@@ -6,12 +6,13 @@ reused; a free id has `row` -1.
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
 
 I64 = NDArray[np.int64]
+Mask = NDArray[np.bool_]
 
 _FIRST_CAPACITY = 1024
 _KEY_WORDS_FIRST = 4
@@ -167,23 +168,34 @@ class BlockColumns:
             at = following[following >= 0].astype(np.int64)
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
-    def whole(self, units: I64, has: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Which units have something in all of their blocks: `has` tells it of every id."""
-        told, at, places = has[units], units, np.arange(len(units))
+    def whole(self, units: I64, has: Callable[[I64], Mask]) -> Mask:
+        """Which units have something in all of their blocks: `has` tells it of ids."""
+        told, at, places = has(units), units, np.arange(len(units))
         while len(at):
             following = self.next_shard[at]
             goes_on = following >= 0
             at, places = following[goes_on].astype(np.int64), places[goes_on]
-            told[places] &= has[at]
+            told[places] &= has(at)
         return told
 
-    def recorded(self, units: I64) -> NDArray[np.bool_]:
+    def recorded(self, units: I64) -> Mask:
         """Which units have a record of each of their blocks on nvme."""
-        return self.whole(units, self.nvme != 0)
+        return self.whole(units, lambda ids: self.nvme[ids] != 0)
 
-    def placed(self, units: I64) -> NDArray[np.bool_]:
+    def wholly_in_ram(self, units: I64) -> Mask:
+        """Which units have each of their blocks in ram."""
+        return self.whole(units, lambda ids: self.address[ids] != 0)
+
+    def placed(self, units: I64) -> Mask:
         """Which units have each of their blocks somewhere."""
-        return self.whole(units, (self.nvme != 0) | (self.address != 0))
+        return self.whole(units, lambda ids: (self.nvme[ids] != 0) | (self.address[ids] != 0))
+
+    def by_chain(self, units: I64) -> tuple[I64, I64]:
+        """All blocks of units, in the order of the units, and the position of the unit of each."""
+        blocks, order = self.blocks_of(units), np.argsort(units)
+        places = order[np.searchsorted(units, self.unit[blocks], sorter=order)]
+        sort = np.argsort(places, kind="stable")
+        return blocks[sort], places[sort]
 
     def not_held(self) -> I64:
         """Blocks in ram whose unit is not pinned and has no pinned descendant."""

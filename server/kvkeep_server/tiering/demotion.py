@@ -143,6 +143,10 @@ class Demotion:
         self._work.set()
         return done
 
+    async def settle(self) -> None:
+        """Waits until all that is queued now is written, or given up."""
+        await self.offer(np.empty(0, np.int64))
+
     def _has_room(self, blocks: int, nbytes: int) -> bool:
         if not self._queue:
             return True
@@ -232,14 +236,10 @@ class Demotion:
     async def _write_piece(self, units: I64) -> int:
         """One batch a keyspace, all synced; makes those units known that are written whole, behind
         parents that are. Returns their number."""
+        # Root to tail in each keyspace: a prefix is read back in few calls.
         columns = self._residency.columns
-        blocks = columns.blocks_of(units)
+        blocks, _ = columns.by_chain(units)
         blocks = blocks[columns.nvme[blocks] == 0]
-        places = np.full(columns.capacity, len(units))
-        places[units] = np.arange(len(units))
-        # Chain order within each keyspace: a prefix is read back in few calls.
-        blocks = blocks[np.argsort(places[columns.unit[blocks]], kind="stable")]
-        written = np.zeros(columns.capacity, bool)
         with ExitStack() as held:
             running = []
             for own in self._residency.by_keyspace(blocks):
@@ -248,15 +248,17 @@ class Demotion:
                 running.append((batch, own[: len(batch.locations)]))
             jobs = [self._write_batch(batch, own) for batch, own in running]
             statuses = await asyncio.gather(*jobs, return_exceptions=True)
+            written = []
             for (_, own), status in zip(running, statuses, strict=True):
                 if isinstance(status, BaseException):
                     raise status
-                written[own] = status == WriteStatus.WRITTEN
-            kept = self._closed(units, written)
+                written.append(own[status == WriteStatus.WRITTEN])
+            kept = self._closed(units, np.concatenate(written))
+            kept_blocks = np.intersect1d(columns.blocks_of(kept), np.concatenate(written))
             for batch, own in running:
-                self._commit(batch, own, kept[columns.unit[own]] & written[own])
-        self.counts.written += int(np.count_nonzero(kept[columns.unit[blocks]]))
-        return int(np.count_nonzero(kept))
+                self._commit(batch, own, np.isin(own, kept_blocks))
+        self.counts.written += len(kept_blocks)
+        return len(kept)
 
     async def _write_batch(self, batch: NvmeBatch, blocks: I64) -> NDArray[np.uint8]:
         columns = self._residency.columns
@@ -269,18 +271,20 @@ class Demotion:
         ]
         return await batch.write(self._named(keyspace, blocks), views)
 
-    def _closed(self, units: I64, written: Mask) -> Mask:
-        """Of the units, root to tail: those in the index, whole on nvme, and with such a parent."""
+    def _closed(self, units: I64, written: I64) -> I64:
+        """Of the units, root to tail: those in the index, whole on nvme with the blocks that were
+        written, and with such a parent."""
         columns = self._residency.columns
-        whole = columns.whole(units, written | (columns.nvme != 0))
+        whole = columns.whole(units, lambda ids: (columns.nvme[ids] != 0) | np.isin(ids, written))
         whole &= columns.row[units] >= 0
-        parents = columns.parent[units]
-        there = (parents < 0) | columns.recorded(np.maximum(parents, 0).astype(np.int64))
-        kept = np.zeros(columns.capacity, bool)
+        parents = columns.parent[units].astype(np.int64)
+        there = (parents < 0) | columns.recorded(np.maximum(parents, 0))
+        kept: dict[int, None] = {}
         rows = zip(units.tolist(), parents.tolist(), whole.tolist(), there.tolist(), strict=True)
         for unit, parent, is_whole, is_there in rows:
-            kept[unit] = is_whole and (is_there or bool(kept[parent]))
-        return kept
+            if is_whole and (is_there or parent in kept):
+                kept[unit] = None
+        return np.array(list(kept), np.int64)
 
     def _commit(self, batch: NvmeBatch, blocks: I64, kept: Mask) -> None:
         stamps = batch.commit(kept)

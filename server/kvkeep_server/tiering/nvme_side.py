@@ -144,7 +144,7 @@ class NvmeSide:
         units = units[~columns.recorded(units)]
         units = deepest_first(columns.parent, units)[::-1]
         # An empty queue takes any batch.
-        await self.demotion.offer(np.empty(0, np.int64))
+        await self.demotion.settle()
         for start in range(0, len(units), _DRAINED_UNITS):
             await self.demotion.offer(units[start : start + _DRAINED_UNITS])
 

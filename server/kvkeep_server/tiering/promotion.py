@@ -92,8 +92,7 @@ class Promotion:
         return asyncio.gather(*flights, return_exceptions=True)
 
     def _not_in_ram(self, units: I64) -> I64:
-        columns = self._residency.columns
-        return units[~columns.whole(units, columns.address != 0)]
+        return units[~self._residency.columns.wholly_in_ram(units)]
 
     async def _fly(self, units: I64, hints: Hints) -> None:
         self._residency.pin(units)
@@ -128,12 +127,9 @@ class Promotion:
         columns = self._residency.columns
         if (columns.row[units] < 0).any():
             return False  # removed meanwhile
-        blocks = columns.blocks_of(units)
-        blocks = blocks[columns.address[blocks] == 0]
         # Root to tail in each keyspace: neighbours on nvme are read in one call.
-        places = np.full(columns.capacity, len(units))
-        places[units] = np.arange(len(units))
-        blocks = blocks[np.argsort(places[columns.unit[blocks]], kind="stable")]
+        blocks, _ = columns.by_chain(units)
+        blocks = blocks[columns.address[blocks] == 0]
         parts = self._residency.by_keyspace(blocks)
         with ExitStack() as held:
             reserved = []
@@ -144,18 +140,23 @@ class Promotion:
             parts = [own[: len(s.addresses)] for own, s in zip(parts, reserved, strict=True)]
             readings = [self._read(own, slots) for own, slots in zip(parts, reserved, strict=True)]
             results = await asyncio.gather(*readings)
-            there = columns.address != 0
-            for own, hits in zip(parts, results, strict=True):
-                there[own[hits]] = True
             await self._room.index_at_rest()
-            whole = columns.whole(units, there) & (columns.row[units] >= 0)
-            arrived = int(np.argmin(whole)) if not whole.all() else len(units)
-            kept = np.zeros(columns.capacity, bool)
-            kept[columns.blocks_of(units[:arrived])] = True
+            arrived = np.concatenate([own[hits] for own, hits in zip(parts, results, strict=True)])
+            count = self._leading(units, arrived)
+            kept = columns.blocks_of(units[:count])
             for own, slots in zip(parts, reserved, strict=True):
-                self._publish(own, slots, kept[own], hints)
+                self._publish(own, slots, np.isin(own, kept), hints)
         self.counts.refused += len(blocks) - sum(map(len, parts))
-        return arrived == len(units)
+        return count == len(units)
+
+    def _leading(self, units: I64, arrived: I64) -> int:
+        """How many units, root to tail, are whole in ram with these blocks, and not removed."""
+        columns = self._residency.columns
+        whole = columns.whole(
+            units, lambda ids: (columns.address[ids] != 0) | np.isin(ids, arrived)
+        )
+        whole &= columns.row[units] >= 0
+        return len(units) if whole.all() else int(whole.argmin())
 
     def _publish(self, blocks: I64, slots: Reservation, kept: Mask, hints: Hints) -> None:
         generations = slots.commit(kept)
