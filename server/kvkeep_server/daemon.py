@@ -3,23 +3,23 @@
 import asyncio
 import contextlib
 import gc
-import importlib.metadata
 import logging
 import os
-import platform
 import random
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from kvkeep_server.config import Settings
 from kvkeep_server.config.parts import (
     lease_limits,
+    metric_facts,
     nvme_facts,
     pool_settings,
     session_limits,
@@ -34,7 +34,7 @@ from kvkeep_server.core.process import forbid_inspection, raise_descriptor_limit
 from kvkeep_server.core.settings_kinds import listen_address
 from kvkeep_server.index.table import IndexTable
 from kvkeep_server.metrics.endpoint import Endpoint
-from kvkeep_server.metrics.readings import Facts, Readings
+from kvkeep_server.metrics.readings import Readings
 from kvkeep_server.policies.registry import admission_policy, eviction_policy
 from kvkeep_server.rpc.admin import AdminServicer
 from kvkeep_server.rpc.block_calls import BlockCalls, ClientLimits
@@ -49,7 +49,7 @@ from kvkeep_server.service.sessions import Session, Sessions
 from kvkeep_server.tiering.commits import Commits
 from kvkeep_server.tiering.leases import Leases
 from kvkeep_server.tiering.manager import TierManager
-from kvkeep_server.tiering.nvme_side import NvmeMeans, NvmeSide
+from kvkeep_server.tiering.nvme_side import LocalTiers, NvmeMeans, NvmeSide
 from kvkeep_server.tiering.removal import Removal
 from kvkeep_server.tiering.residency import Residency, TableSettings
 from kvkeep_server.tiering.room import RoomMaker
@@ -63,6 +63,7 @@ FD_SOCKET_NAME = "kvkeep.fd.sock"
 # One of the daemon's threads may hold the GIL for so long before the event loop gets it.
 _SWITCH_INTERVAL_S = 0.0002
 _UPKEEP_PERIOD_S = 0.05
+_HEALTH_PERIOD_S = 0.5
 _DRAIN_S = 5.0
 
 _log = logging.getLogger(__name__)
@@ -286,7 +287,10 @@ class Daemon:
             "serving", extra={"runtime_dir": str(directory), "server_epoch": self._server_epoch}
         )
         upkeep = asyncio.create_task(
-            _upkeep(core, self._clock, self._settings.sessions.timeout_s, readings.loop_lag)
+            _all(
+                _upkeep(core, self._clock, self._settings.sessions.timeout_s, readings.loop_lag),
+                _tell_health(server, core.nvme),
+            )
         )
         stopped = asyncio.create_task(stop.wait())
         try:
@@ -317,11 +321,10 @@ class Daemon:
         meter = CallMeter(methods=METHODS, clock=self._clock)
         limits = self._client_limits(core)
         calls = BlockCalls(service=core.service, limits=limits, server_epoch=self._server_epoch)
+        tiers = LocalTiers(core.ram, core.nvme)
         server = Server(
             calls=calls,
-            admin=AdminServicer(
-                service=core.service, ram=core.ram, server_epoch=self._server_epoch
-            ),
+            admin=AdminServicer(service=core.service, tiers=tiers, server_epoch=self._server_epoch),
             meter=meter,
             message_nbytes_max=limits.message_nbytes_max,
         )
@@ -337,11 +340,11 @@ class Daemon:
         core.sessions.sender = sockets
         readings = Readings(
             service=core.service,
-            ram=core.ram,
+            tiers=tiers,
             calls=meter,
             handover=handover,
             loop_lag=Histogram(DURATION_BOUNDS_S),
-            facts=_facts(self._settings),
+            facts=metric_facts(self._settings),
         )
         return server, handover, readings
 
@@ -412,29 +415,29 @@ async def _nvme_at_work(nvme: NvmeSide | None) -> AsyncIterator[None]:
         await nvme.close()
 
 
+async def _all(*works: Coroutine[Any, Any, None]) -> None:
+    """Runs them until one fails."""
+    async with asyncio.TaskGroup() as tasks:
+        for work in works:
+            tasks.create_task(work)
+
+
+async def _tell_health(server: Server, nvme: NvmeSide | None) -> None:
+    """Tells whether nvme is well, whenever that changes."""
+    told = None
+    while nvme is not None:
+        well = any(not directory.sick for directory in nvme.tier.stats().directories)
+        if well != told:
+            told = well
+            await server.say_nvme(well=well)
+        await asyncio.sleep(_HEALTH_PERIOD_S)
+
+
 def _stop_when_broken(work: asyncio.Task[None]) -> None:
     """It ends by a broken invariant only: then it is better not to serve at all."""
     if not work.cancelled():
         _log.critical("nvme: broken", exc_info=work.exception())
         signal.raise_signal(signal.SIGTERM)
-
-
-def _facts(settings: Settings) -> Facts:
-    """What the metrics say of this release and its settings."""
-    limits = {
-        "kvkeep_memory_limit_bytes": read_memory_limit().nbytes,
-        "kvkeep_commits_running_limit": settings.limits.commits_running_max,
-        "kvkeep_sessions_limit": settings.sessions.sessions_max,
-        "kvkeep_staging_limit_bytes": settings.sessions.staging_total_nbytes_max,
-        "kvkeep_namespaces_limit": settings.limits.namespaces_max,
-        "kvkeep_leases_limit": settings.leases.leases_max,
-    }
-    ram = settings.ram
-    return Facts(
-        build=(importlib.metadata.version("kvkeep"), platform.python_version()),
-        config=(ram.policy, ram.admission, str(ram.huge_pages).lower()),
-        limits=limits,
-    )
 
 
 def _scraped(listen: str, readings: Readings, clock: Clock) -> contextlib.ExitStack:

@@ -1,10 +1,14 @@
 """The settings as plain values, for the parts that the daemon builds."""
 
+import importlib.metadata
+import platform
 import shutil
 from pathlib import Path
 
 from kvkeep_server.config import Settings
+from kvkeep_server.core.memory_limit import read_memory_limit
 from kvkeep_server.core.settings_kinds import disk_nbytes
+from kvkeep_server.metrics.readings import Facts
 from kvkeep_server.service.sessions import SessionLimits
 from kvkeep_server.tiering.demotion import DemotionLimits
 from kvkeep_server.tiering.leases import LeaseLimits
@@ -81,3 +85,21 @@ def _disk_of(path: str) -> int:
     while not there.exists():
         there = there.parent
     return shutil.disk_usage(there).total
+
+
+def metric_facts(settings: Settings) -> Facts:
+    """What the metrics say of this release and its settings."""
+    limits = {
+        "kvkeep_memory_limit_bytes": read_memory_limit().nbytes,
+        "kvkeep_commits_running_limit": settings.limits.commits_running_max,
+        "kvkeep_sessions_limit": settings.sessions.sessions_max,
+        "kvkeep_staging_limit_bytes": settings.sessions.staging_total_nbytes_max,
+        "kvkeep_namespaces_limit": settings.limits.namespaces_max,
+        "kvkeep_leases_limit": settings.leases.leases_max,
+    }
+    ram = settings.ram
+    return Facts(
+        build=(importlib.metadata.version("kvkeep"), platform.python_version()),
+        config=(ram.policy, ram.admission, str(ram.huge_pages).lower()),
+        limits=limits,
+    )

@@ -106,7 +106,7 @@ class Demotion:
         self._ram = ram
         self._nvme = nvme
         self._note = note
-        self._limits = limits
+        self.limits = limits
         self._queue: deque[_Queued] = deque()
         self._queued_units: set[int] = set()
         self._work = asyncio.Event()
@@ -151,8 +151,8 @@ class Demotion:
         if not self._queue:
             return True
         return (
-            self.queued_blocks + blocks <= self._limits.blocks_max
-            and self.queued_nbytes + nbytes <= self._limits.nbytes_max
+            self.queued_blocks + blocks <= self.limits.blocks_max
+            and self.queued_nbytes + nbytes <= self.limits.nbytes_max
         )
 
     def _missing(self, units: I64) -> I64:
@@ -160,7 +160,7 @@ class Demotion:
         columns = self._residency.columns
         above: list[int] = []
         at = int(columns.parent[units[0]]) if len(units) else -1
-        while at >= 0 and len(above) < self._limits.blocks_max:
+        while at >= 0 and len(above) < self.limits.blocks_max:
             if at in self._queued_units or columns.recorded(np.array([at]))[0]:
                 break
             above.append(at)

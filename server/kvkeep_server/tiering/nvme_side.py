@@ -154,3 +154,11 @@ class NvmeSide:
         await self.tier.close()
         self._readers.shutdown()
         self._writers.shutdown()
+
+
+@dataclass(frozen=True, slots=True)
+class LocalTiers:
+    """The pool, and nvme if there is one: for those who tell of them."""
+
+    ram: RamTier
+    nvme: NvmeSide | None

@@ -6,6 +6,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from kvkeep_server.core.histogram import AGE_BOUNDS_S, Histogram
 from kvkeep_server.core.keys import KeyBatch
 from kvkeep_server.core.results import MissReason
 from kvkeep_server.policies.reinsertion import ReinsertionPolicy
@@ -18,6 +19,7 @@ I64 = NDArray[np.int64]
 U64 = NDArray[np.uint64]
 Mask = NDArray[np.bool_]
 _NUMBER_SHIFT = np.uint64(32)
+_MIX = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Unsettled(Protocol):
@@ -57,6 +59,8 @@ class Records:
         self._policy = policy
         self._keyspace_of = keyspace_of
         self._decided = -1
+        # Since the last use, units that reclaim let go.
+        self.evicted_ages = Histogram(AGE_BOUNDS_S)
         self.unsettled: Unsettled | None = None
 
     # --- RecordOwner
@@ -82,6 +86,7 @@ class Records:
         units = units[columns.recorded(units)]
         chosen = self._policy.choose(units, columns.last_used_s[units], self._residency.now_s())
         leaving = closed_part(columns, units[~chosen])
+        self.evicted_ages.add(self._residency.now_s() - columns.last_used_s[leaving])
         self._residency.forget(columns.blocks_of(leaving), MissReason.EVICTED)
 
     def _of_segment(self, number: int) -> I64:
@@ -145,12 +150,19 @@ def by_keyspace(
         rows: Of any.
         keyspace_of: (namespace id, group, first position) -> keyspace, None = of no use.
     """
-    names = np.empty((len(rows), 3), np.uint64)
-    names[:, :2], names[:, 2] = rows["namespace_id"], rows["group"]
-    different, firsts, which = np.unique(names, axis=0, return_index=True, return_inverse=True)
-    for number, name in enumerate(different):
-        keyspace = keyspace_of(name[:2].tobytes(), int(name[2]), int(firsts[number]))
+    if not len(rows):
+        return
+    names, group = rows["namespace_id"], rows["group"].astype(np.uint64)
+    # One word a row sorts ten times as fast as three; ids are digests, so words of two differ.
+    mixed = (names[:, 0] * _MIX + names[:, 1]) * _MIX + group
+    if (mixed == mixed[0]).all():
+        firsts, which = np.zeros(1, np.int64), np.zeros(len(rows), np.int64)
+    else:
+        _, firsts, which = np.unique(mixed, return_index=True, return_inverse=True)
+    for number, first in enumerate(firsts.tolist()):
+        keyspace = keyspace_of(names[first].tobytes(), int(group[first]), first)
         if keyspace is not None:
-            places = np.flatnonzero(which.reshape(-1) == number)
-            of_key = rows["key_nbytes"][places] == keyspace.key_nbytes
-            yield keyspace, places[of_key]
+            places = np.flatnonzero(which == number)
+            same = rows["key_nbytes"][places] == keyspace.key_nbytes
+            same &= (names[places] == names[first]).all(axis=1) & (group[places] == group[first])
+            yield keyspace, places[same]

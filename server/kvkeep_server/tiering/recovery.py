@@ -163,6 +163,8 @@ class Recovery:
         """Units parents first, a slice at a time."""
         ids = np.full(found.units, -1, np.int64)
         starts = np.append(found.starts, len(found.rows))
+        # Once, in a thread, instead of at each doubling.
+        await self._room.index_rows(len(found.rows))
         for start in range(0, found.units, _SLICE_UNITS):
             stop = min(start + _SLICE_UNITS, found.units)
             some = np.arange(starts[start], starts[stop])
