@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from kvkeep.v1.block_cache_pb2 import FD_KIND_CHUNK
+from kvkeep.v1.session_pb2 import FD_KIND_CHUNK
 from kvkeep_server.core.results import CommitStatus
 from tests.fakes.daemon_process import DaemonProcess, running_daemon
 from tests.fakes.memory_cgroup import memory_cgroup

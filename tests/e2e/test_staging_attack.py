@@ -7,7 +7,7 @@ import threading
 import grpc
 import pytest
 
-from kvkeep.v1.block_cache_pb2 import FD_KIND_CHUNK
+from kvkeep.v1.session_pb2 import FD_KIND_CHUNK
 from kvkeep_server.core.results import CommitStatus
 from tests.fakes.daemon_process import running_daemon
 from tests.fakes.raw_session import KEY_NBYTES, RawSession
