@@ -22,7 +22,7 @@ from kvkeep.results import (
     RemovalStatus,
 )
 from kvkeep.shared_index import Words
-from kvkeep.spec import U64_MAX, Hints, check_number, check_seconds, invalid
+from kvkeep.spec import U64_MAX, Hints, check_number, check_seconds, deadline_of, invalid
 from kvkeep.store import Pipeline, Store
 from kvkeep.v1 import block_cache_pb2 as pb
 
@@ -179,6 +179,7 @@ class Namespace:
         skip_blocks = check_number("skip_blocks", skip_blocks, 0, count)
         ttl_ms = milliseconds(check_seconds("ttl_s", 0 if ttl_s is None else ttl_s))
         budget = 0 if byte_budget is None else check_number("byte_budget", byte_budget, 0, U64_MAX)
+        deadline_s = deadline_of(timeout_s, self._timeout_s)
         opened = self._require()
         opened.check_count(count)
         request = pb.AcquireRequest(
@@ -189,7 +190,6 @@ class Namespace:
             hints=hints_message(hints),
             skip_blocks=skip_blocks,
         )
-        deadline_s = self._timeout_s if timeout_s is None else timeout_s
         response = opened.session.transport.acquire(request, deadline_s)
         return Acquired(opened, response, self._keeper.release_later, timeout_s=deadline_s)
 
@@ -296,7 +296,7 @@ class Namespace:
             template,
             count=words.count,
             new=range(first, words.count),
-            timeout_s=self._timeout_s if timeout_s is None else timeout_s,
+            timeout_s=deadline_of(timeout_s, self._timeout_s),
             later=self._keeper.later,
         )
         store.allocate()
@@ -358,7 +358,7 @@ class Namespace:
         request = pb.RemoveRequest(
             set_index=opened.set_index, keys=packed, with_descendants=with_descendants
         )
-        deadline_s = self._timeout_s if timeout_s is None else timeout_s
+        deadline_s = deadline_of(timeout_s, self._timeout_s)
         response = opened.session.transport.remove(request, deadline_s)
         return RemovalResult(tuple(map(RemovalStatus, response.status)), response.removed)
 
