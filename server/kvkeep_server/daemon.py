@@ -121,9 +121,12 @@ def build_core(
         settings=TableSettings(server_epoch, settings.index.rows_initial, settings.index.load_max),
     )
     leases = Leases(residency=residency, clock=clock, source=source, limits=_lease_limits(settings))
-    offers = partial(_offers, residency, pool)
-    touch_records = settings.sessions.touch_records
-    memory = SessionMemory(touch_records=touch_records, offers=offers, huge_pages=huge_pages)
+    memory = SessionMemory(
+        touch_records=settings.sessions.touch_records,
+        offers=partial(_offers, residency, pool),
+        huge_pages=huge_pages,
+        executor=executor,
+    )
     sessions = Sessions(
         limits=_session_limits(settings),
         clock=clock,
@@ -140,15 +143,13 @@ def build_core(
     transfers = Transfers(threads=settings.limits.copy_threads)
     room = RoomMaker(ram=ram, residency=residency, publish_table=wiring.on_table)
     admission = admission_policy(settings.ram.admission)()
-    commits = Commits(residency=residency, room=room, transfers=transfers, admission=admission)
     removal = Removal(residency=residency, room=room)
-    manager = TierManager(residency=residency, leases=leases, removal=removal)
     service = BlockService(
         limits=ServiceLimits(settings.limits.keys_max, settings.limits.commits_running_max),
         namespaces=namespaces,
         sessions=sessions,
-        manager=manager,
-        commits=commits,
+        manager=TierManager(residency=residency, leases=leases, removal=removal),
+        commits=Commits(residency=residency, room=room, transfers=transfers, admission=admission),
         clock=clock,
     )
     wiring.sessions = sessions
