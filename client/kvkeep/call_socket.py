@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 _HEADER: Final = struct.Struct("<IHHII")
 _READ_NBYTES: Final = 1 << 18
 _CALL_IDS: Final = 1 << 32
+# poll() takes no more than 2^31 milliseconds.
+_SLEEP_MAX_S: Final = 3600.0
 _HUNG_UP: Final = "the daemon hung up: the session is over"
 # Longer than the daemon takes for a call that copies nothing. On one core it could not answer.
 _LOOK_S: Final = 0.0006 if len(os.sched_getaffinity(0)) > 1 else 0.0
@@ -164,19 +166,24 @@ class CallSocket:
 
     def _wait_to_send(self, pending: PendingCall, *, begun: bool) -> None:
         """The daemon reads on when its replies are read, so that is done meanwhile."""
-        poll = select.poll()
-        poll.register(self._fd, select.POLLOUT | select.POLLIN)
-        ready = poll.poll(max(0.0, pending.until_s - time.monotonic()) * 1000)
-        if not ready:
+        left_s = pending.until_s - time.monotonic()
+        if left_s <= 0:
             if begun:
                 # Half a frame is out: nothing that follows would be understood.
                 self.close()
             raise DeadlineError(f"{pending.what}: the daemon takes no calls")
-        if ready[0][1] & select.POLLIN and self._try_turn():
+        if self._poll(select.POLLOUT | select.POLLIN, left_s) & select.POLLIN and self._try_turn():
             try:
                 self._read(pending.what)
             finally:
                 self._end_turn()
+
+    def _poll(self, events: int, timeout_s: float) -> int:
+        """Sleep until one of the events, at most for a while; those that came."""
+        poll = select.poll()
+        poll.register(self._fd, events)
+        ready = poll.poll(min(timeout_s, _SLEEP_MAX_S) * 1000)
+        return ready[0][1] if ready else 0
 
     # --- receiving
 
@@ -220,9 +227,7 @@ class CallSocket:
                 continue
             if now_s >= pending.until_s:
                 raise DeadlineError(f"{pending.what}: no answer in time")
-            poll = select.poll()
-            poll.register(self._fd, select.POLLIN)
-            poll.poll((pending.until_s - now_s) * 1000)
+            self._poll(select.POLLIN, pending.until_s - now_s)
 
     def _read(self, what: str) -> bool:
         """Take what is there; whether there was anything. Errors: those of a lost session."""

@@ -21,6 +21,7 @@ from kvkeep.spec import (
     check_number,
     check_seconds,
     check_text,
+    deadline_of,
     invalid,
     whole,
 )
@@ -117,7 +118,7 @@ class Client:
 
         Errors: UnavailableError, DeadlineError.
         """
-        deadline_s = self._settings.timeout_s if timeout_s is None else timeout_s
+        deadline_s = deadline_of(timeout_s, self._settings.timeout_s)
         return self._keeper.require().transport.stats(deadline_s)
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from kvkeep.convert import milliseconds
 from kvkeep.copying import release_views, unchanged, view_blocks
 from kvkeep.errors import LeaseLostError
 from kvkeep.results import BlockStatus, MissReason, RenewStatus
-from kvkeep.spec import check_seconds, invalid
+from kvkeep.spec import check_seconds, deadline_of, invalid
 from kvkeep.v1.block_cache_pb2 import AcquireResponse, RenewRequest
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ class Acquired:
         if not self._opened.session.alive:
             raise LeaseLostError("the lease ended with its session; acquire again")
         request = RenewRequest(lease_ids=[self.lease_id], lease_ttl_ms=ttl_ms)
-        deadline_s = self._timeout_s if timeout_s is None else timeout_s
+        deadline_s = deadline_of(timeout_s, self._timeout_s)
         response = self._opened.session.transport.renew(request, deadline_s)
         if response.status != bytes([RenewStatus.RENEWED]):
             raise LeaseLostError("the lease is lost: a slot was reused, or the daemon forgot it")

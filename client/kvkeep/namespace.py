@@ -22,7 +22,7 @@ from kvkeep.results import (
     RemovalStatus,
 )
 from kvkeep.shared_index import Words
-from kvkeep.spec import U64_MAX, Hints, check_number, check_seconds, invalid
+from kvkeep.spec import U64_MAX, Hints, check_number, check_seconds, deadline_of, invalid
 from kvkeep.store import Pipeline, Store
 from kvkeep.v1 import block_cache_pb2 as pb
 
@@ -187,7 +187,7 @@ class Namespace:
         skip_blocks = check_number("skip_blocks", skip_blocks, 0, count)
         ttl_ms = milliseconds(check_seconds("ttl_s", 0 if ttl_s is None else ttl_s))
         budget = 0 if byte_budget is None else check_number("byte_budget", byte_budget, 0, U64_MAX)
-        deadline_s = self._timeout_s if timeout_s is None else timeout_s
+        deadline_s = deadline_of(timeout_s, self._timeout_s)
         opened = self._require()
         opened.check_count(count)
         request = pb.AcquireRequest(
@@ -294,7 +294,7 @@ class Namespace:
         # Children never outlive their parents, so what is stored is a prefix.
         find = opened.find_shard if ack == "ram" else opened.find_on_nvme
         first = find(words, rank)
-        deadline_s = self._timeout_s if timeout_s is None else timeout_s
+        deadline_s = deadline_of(timeout_s, self._timeout_s)
         template = pb.CommitRequest(
             set_index=opened.set_index,
             rank=rank,
@@ -371,7 +371,7 @@ class Namespace:
         request = pb.RemoveRequest(
             set_index=opened.set_index, keys=packed, with_descendants=with_descendants
         )
-        deadline_s = self._timeout_s if timeout_s is None else timeout_s
+        deadline_s = deadline_of(timeout_s, self._timeout_s)
         response = opened.session.transport.remove(request, deadline_s)
         return RemovalResult(tuple(map(RemovalStatus, response.status)), response.removed)
 

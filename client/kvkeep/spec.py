@@ -341,6 +341,11 @@ def check_seconds(field: str, value: object, *, zero: bool = True) -> float:
     return seconds
 
 
+def deadline_of(timeout_s: float | None, default_s: float) -> float:
+    """The deadline of one call, in seconds. Errors: InvalidArgumentError."""
+    return default_s if timeout_s is None else check_seconds("timeout_s", timeout_s)
+
+
 def _check_bytes(field: str, value: object, nbytes_max: int) -> None:
     if not isinstance(value, bytes):
         raise invalid(field, value, f"at most {nbytes_max} bytes", "give bytes")

@@ -17,7 +17,7 @@ from kvkeep.errors import (
     UnavailableError,
 )
 from kvkeep.results import CommitResult, CommitStatus
-from kvkeep.spec import invalid
+from kvkeep.spec import deadline_of, invalid
 from kvkeep.v1.block_cache_pb2 import CommitRequest, CommitResponse, StagedGroup
 
 if TYPE_CHECKING:
@@ -117,11 +117,11 @@ class Store:
         InvalidArgumentError, NotSupportedError (ack level). After any of them the blocks may or
         may not be stored, and the store is over.
         """
+        deadline_s = deadline_of(timeout_s, self._timeout_s)
         if self.result is None:
             if self.new:
                 request = self._complete_request()
                 transport = self._opened.session.transport
-                deadline_s = self._timeout_s if timeout_s is None else timeout_s
                 self.result = self._answered(lambda: transport.commit(request, deadline_s))
             else:
                 self.result = self._result(b"")

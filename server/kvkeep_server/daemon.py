@@ -131,6 +131,7 @@ def build_core(
         touch_records=settings.sessions.touch_records,
         offers=partial(_offers, residency, pool),
         huge_pages=huge_pages,
+        executor=executor,
     )
     sessions = Sessions(
         limits=session_limits(settings),
@@ -148,12 +149,11 @@ def build_core(
     room = RoomMaker(ram=ram, residency=residency, publish_table=wiring.on_table)
     facts = nvme_facts(settings, server_epoch, NvmeMeans(files(), clock, source))
     nvme = NvmeSide(facts, residency, ram, room, namespaces) if facts else None
-    manager = _manager(residency, leases, room, nvme)
     service = BlockService(
         limits=ServiceLimits(settings.limits.keys_max, settings.limits.commits_running_max),
         namespaces=namespaces,
         sessions=sessions,
-        manager=manager,
+        manager=_manager(residency, leases, room, nvme),
         commits=_commits(settings, residency, room, transfers, nvme),
         clock=clock,
     )

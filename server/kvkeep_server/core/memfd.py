@@ -164,6 +164,16 @@ class Memfd:
             return False
         return _collapse(target, self.offset + start, min(nbytes, len(view) - start))
 
+    def discard(self) -> None:
+        """Closes the descriptor and takes the map away: a touch of what is left of `buffer` is
+        SIGSEGV, so nobody may hold a part of it. For a thread: the GIL is free while the kernel
+        takes its 0.25 s a GiB (0.003 s in huge pages).
+        """
+        target = self._range
+        if target is not None:
+            target.unmap(self.offset, self.nbytes)
+        self.close()
+
     def close(self) -> None:
         """Closes the descriptor and forgets the map, which goes with its last view. Idempotent."""
         if self.fd >= 0:

@@ -3,6 +3,7 @@
 import asyncio
 import os
 from collections.abc import Callable
+from concurrent.futures import Executor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import IntEnum
@@ -40,6 +41,7 @@ class SessionMemory:
         touch_records: Places of a touch ring.
         offers: The index table and the chunks of now, as descriptors.
         huge_pages: Collapses staging once it is in use.
+        executor: Gives it back.
     """
 
     def __init__(
@@ -48,11 +50,13 @@ class SessionMemory:
         touch_records: int,
         offers: Callable[[], list[FdOffer]],
         huge_pages: HugePages,
+        executor: Executor,
     ) -> None:
         """See the class."""
         self._touch_records = touch_records
         self._offers = offers
         self._huge_pages = huge_pages
+        self._executor = executor
 
     async def make(self, nbytes: int) -> tuple[Memfd, TouchRing, list[FdOffer]]:
         """Staging of this size, a touch ring, and all descriptors of a new session: all or none.
@@ -71,6 +75,15 @@ class SessionMemory:
             undo.pop_all()
         self._huge_pages.make(staging)
         return staging, ring, fds
+
+    def free(self, staging: Memfd, ring: TouchRing) -> None:
+        """Gives a session's memory back; nobody may use it any more.
+
+        Staging in a thread: the event loop would stand still for 0.25 s a GiB. Memory for new
+        sessions is made by the same threads, behind it.
+        """
+        ring.close()
+        self._executor.submit(staging.discard)
 
     def _allocate(self, nbytes: int) -> tuple[Memfd, TouchRing]:
         """A session's memory, mapped and warm: both or none."""

@@ -324,8 +324,7 @@ class Sessions:
     def _free_memory(self, session: Session) -> None:
         if session.copies == 0:
             self._staging_nbytes -= session.staging.nbytes
-            session.ring.close()
-            session.staging.close()
+            self._memory.free(session.staging, session.ring)
 
     def tell(
         self, session: Session, name: str, values: dict[str, int], fds: list[FdOffer] | None = None

@@ -13,6 +13,7 @@ import pytest
 
 from kvkeep.call_socket import CallSocket
 from kvkeep.errors import DeadlineError, SessionLostError
+from kvkeep.spec import SECONDS_MAX
 from kvkeep.v1.block_cache_pb2 import ReleaseRequest, RenewRequest
 from tests.fakes.frames import received
 
@@ -250,3 +251,20 @@ def test_many_threads_get_each_its_own(peer):
     assert [worker.result() for worker in workers] == ["all mine"] * 16
     assert server.result() is None
     assert peer.calls._waiting == {}
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_the_longest_deadline_there_is(peer, quick):
+    worker = in_thread(lambda: peer.call(timeout_s=SECONDS_MAX, quick=quick))
+    _, call_id, _ = peer.take()
+    time.sleep(0.01)  # so that it sleeps
+    peer.answer(call_id, b"right")
+    assert worker.result().payload == b"right"
+
+
+def test_sending_with_the_longest_deadline_there_is(peer):
+    big = RenewRequest(lease_ids=range(1 << 20))
+    worker = in_thread(lambda: peer.calls.begin(5, big, SECONDS_MAX, "Renew"))
+    time.sleep(0.05)  # so that it waits for room
+    assert RenewRequest.FromString(peer.take()[2]) == big
+    assert worker.result().what == "Renew"

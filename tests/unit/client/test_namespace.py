@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 import threading
 
@@ -364,3 +365,19 @@ def test_a_removal_that_fails_says_so(daemon, namespace):
     with pytest.raises(kvkeep.InvalidArgumentError, match="32769 keys"):
         namespace.remove(b"k" * 32 * 32769)
     assert daemon.calls.count("Remove") == 1
+
+
+@pytest.mark.parametrize("timeout_s", [-1, math.nan, math.inf, "2", 2**40])
+def test_a_deadline_that_is_none_is_refused(namespace, timeout_s):
+    keys = [b"k" * 32]
+    with pytest.raises(kvkeep.InvalidArgumentError, match="timeout_s"):
+        namespace.acquire(keys, timeout_s=timeout_s)
+    with pytest.raises(kvkeep.InvalidArgumentError, match="timeout_s"):
+        namespace.store(keys, timeout_s=timeout_s)
+    with pytest.raises(kvkeep.InvalidArgumentError, match="timeout_s"):
+        namespace.remove(keys, timeout_s=timeout_s)
+    with namespace.store(keys) as store:
+        with pytest.raises(kvkeep.InvalidArgumentError, match="timeout_s"):
+            store.commit(timeout_s)
+        store.views[0][:] = bytes(len(store.views[0]))
+    assert store.result.stored == 1

@@ -189,7 +189,7 @@ class RamTier:
 
     def reserve(self, nbytes: int, count: int) -> Reservation:
         """Claims slots: all, or fewer when there is no more room. Does not grow the pool:
-        `ensure_room` does.
+        `grow` does.
 
         Raises:
             InvalidArgumentError: a block of this size never fits.
@@ -228,18 +228,6 @@ class RamTier:
         return self.slabs.steal_candidate(nbytes, pinned)
 
     # --- growing ----------------------------------------------------------------------------------
-
-    async def ensure_room(self, nbytes: int, count: int) -> bool:
-        """Grows the pool until `reserve` would find room; False when it may not grow so far.
-
-        Raises:
-            InvalidArgumentError: a block of this size never fits.
-        """
-        self._check_size(nbytes)
-        while self.slabs.room(nbytes) < count:
-            if not await self.grow():
-                return False
-        return True
 
     async def grow(self) -> bool:
         """Adds one chunk, in a thread; calls that meet share it.

@@ -5,6 +5,7 @@ import fcntl
 import gc
 import mmap
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -198,3 +199,24 @@ def test_kernels_before_6_3_get_a_memfd_without_noexec(monkeypatch):
     memfd = create_sealed("test", PAGE, future_write_seal=True)
     assert seals_of(memfd.fd) & F_SEAL_FUTURE_WRITE
     memfd.close()
+
+
+def test_discarded_memory_is_gone_at_once():
+    memfd = create_sealed("test", 8 << 20, future_write_seal=False, touch=True)
+    view = memfd.buffer  # as a task that is over may still hold it
+    before = mapped_nbytes("memfd:test")
+    assert before >= 8 << 20
+    memfd.discard()
+    assert mapped_nbytes("memfd:test") == before - (8 << 20)
+    memfd.discard()
+    assert len(view) == 8 << 20
+
+
+def mapped_nbytes(name):
+    """Of all maps of files with this name."""
+    nbytes = 0
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if f"/{name} " in line:
+            start, _, end = line.split()[0].partition("-")
+            nbytes += int(end, 16) - int(start, 16)
+    return nbytes

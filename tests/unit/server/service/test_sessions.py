@@ -20,6 +20,7 @@ from kvkeep_server.service import sessions as sessions_module
 from kvkeep_server.service.session_memory import FdKind, FdOffer, SessionMemory
 from kvkeep_server.service.sessions import SessionLimits, Sessions
 from tests.fakes.core_harness import FakeClock, close_offers, hello
+from tests.fakes.waiting import wait_until
 
 PAGE = 4096
 LIMITS = SessionLimits(
@@ -91,6 +92,7 @@ def sessions(clock, table, ended, executor):
             touch_records=64,
             offers=table.offers,
             huge_pages=HugePages(executor, wanted=True),
+            executor=executor,
         ),
         on_end=ended.append,
     )
@@ -269,7 +271,7 @@ def test_staging_stays_until_the_copies_from_it_are_over(sessions):
     assert sessions.staging_nbytes == 4 * PAGE
     sessions.end_copy(session)
     assert sessions.staging_nbytes == 0
-    assert session.staging.fd == -1
+    wait_until(lambda: session.staging.fd == -1, 10.0, "a thread gives the memory back")
 
 
 def test_copies_that_end_before_the_session_free_nothing(sessions):

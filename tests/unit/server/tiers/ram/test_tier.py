@@ -135,19 +135,14 @@ def test_reserve_gives_fewer_when_full(tier):
 def test_a_block_that_never_fits_is_refused(tier, nbytes):
     with pytest.raises(InvalidArgumentError, match=rf"block_nbytes is {nbytes}; .* 1 to {MIB} "):
         tier.reserve(nbytes, 1)
-    with pytest.raises(InvalidArgumentError):
-        asyncio.run(tier.ensure_room(nbytes, 1))
 
 
-def test_ensure_room_grows_as_far_as_needed_and_the_limit_allows(tier, told):
+def test_it_grows_to_its_limit_and_no_further(tier, told):
     async def run():
-        assert await tier.ensure_room(MIB, 1)
-        assert len(told) == 1
-        assert await tier.ensure_room(MIB, 1)
-        assert len(told) == 1
-        assert await tier.ensure_room(MIB, 3)
-        assert len(told) == 3
-        assert not await tier.ensure_room(MIB, 5)
+        for chunks in range(1, 5):
+            assert await tier.grow()
+            assert len(told) == chunks
+        assert not await tier.grow()
 
     asyncio.run(run())
     assert len(told) == 4
@@ -157,7 +152,7 @@ def test_ensure_room_grows_as_far_as_needed_and_the_limit_allows(tier, told):
 
 def test_growth_is_one_flight(tier, told):
     async def run():
-        await asyncio.gather(*(tier.ensure_room(MIB, 1) for _ in range(10)))
+        await asyncio.gather(*(tier.grow() for _ in range(10)))
 
     asyncio.run(run())
     assert len(told) == 1
@@ -193,13 +188,13 @@ def test_a_refused_growth_is_reported_and_tried_again_later(tier, memory, clock,
     tier.pool.make_chunk = lambda: (asked.append(1), real())[1]
 
     async def run():
-        assert not await tier.ensure_room(PAGE, 1)
+        assert not await tier.grow()
         assert "lower ram.size" in tier.stats().growth_refused
         memory.free_nbytes = 32 << 30
-        assert not await tier.ensure_room(PAGE, 1), "not at once again"
+        assert not await tier.grow(), "not at once again"
         assert len(asked) == 1
         clock.now += 2.0
-        assert await tier.ensure_room(PAGE, 1)
+        assert await tier.grow()
 
     asyncio.run(run())
     assert tier.stats().growth_refused == ""
