@@ -16,6 +16,7 @@ from kvkeep_server.tiers.record import Rows, is_tombstone
 
 I64 = NDArray[np.int64]
 U64 = NDArray[np.uint64]
+Mask = NDArray[np.bool_]
 
 _WORDS = KEY_NBYTES_MAX // 8
 # Of a record, 139 bytes: mixed names of (namespace, group, key), (set, key), (set, parent; 0 =
@@ -116,8 +117,8 @@ def judged(parts: list[Found]) -> Judged:
     place = np.minimum(np.searchsorted(names, above), max(0, len(names) - 1))
     found = (above != 0) & (names[place] == above) if len(names) else np.zeros(0, bool)
     parent = np.where(found, place, -1)
-    # Whose parent is not there, or is itself (nobody's chain is so): with all behind them.
-    orphans = ((above != 0) & ~found) | (parent == np.arange(len(names)))
+    # Whose parent is not there, or who has no root: with all behind them.
+    orphans = ((above != 0) & ~found) | ~_rooted(parent)
     parent[orphans] = -1
     useless = descended(parent.astype(np.int32), orphans)
     used = np.flatnonzero(~useless)
@@ -132,6 +133,19 @@ def judged(parts: list[Found]) -> Judged:
     up = parent[order]
     up = np.where(up >= 0, number[up], -1)
     return Judged(rows, of_rows, starts, up, blocks - len(rows))
+
+
+def _rooted(parent: I64) -> Mask:
+    """Which chains end. Records of several lives of their keys can form a circle."""
+    up = parent.copy()
+    # Pointer doubling: after k rounds it stands 2^k ancestors above.
+    for _ in range(len(parent).bit_length() + 1):
+        on_way = np.flatnonzero(up >= 0)
+        if not len(on_way):
+            break
+        up[on_way] = up[up[on_way]]
+    rooted: Mask = up < 0
+    return rooted
 
 
 def _last_words(rows: Found) -> Found:

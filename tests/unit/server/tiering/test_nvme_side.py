@@ -120,29 +120,30 @@ def test_what_is_removed_stays_away(directory):
         core.check()
 
 
-@pytest.mark.parametrize("at", range(10))
-def test_a_corrupt_block_ends_the_prefix_in_front_of_it(directory, at):
-    keys = keys_of("a", 10)
-    with both(directory) as core:
-        session = core.session()
-        opened = core.open(session)
-        core.put(session, opened, keys)
-        evict_all(core)
-        columns = core.core.residency.columns
-        block = int(
-            core.core.residency.find(opened.spaces.local[0], KeyBatch.unpack(b"".join(keys), 32))[
-                at
-            ]
-        )
-        spoil(directory, int(columns.nvme[block]))
-        grant = core.acquire(session, opened, keys)
-        assert (grant.leased, grant.prefix.blocks) == (at, at)
-        assert grant.prefix.ended is MissReason.CORRUPT
-        core.verify(grant, keys)
-        core.run(core.core.nvme.removal.of_lost())
-        core.check()
-        assert core.put(session, opened, keys)[at:] == [STORED] * (10 - at)
-        core.check()
+@pytest.mark.promise("P25", gate=10, nightly=10, unit="positions of a bad record")
+def test_a_corrupt_block_ends_the_prefix_in_front_of_it(promise_count):
+    for at in range(promise_count):
+        with fast_directory() as directory, both(directory) as core:
+            one_is_corrupt(core, directory, at, promise_count)
+
+
+def one_is_corrupt(core, directory, at, count):
+    keys, session = keys_of("a", count), core.session()
+    opened = core.open(session)
+    core.put(session, opened, keys)
+    evict_all(core)
+    columns = core.core.residency.columns
+    batch = KeyBatch.unpack(b"".join(keys), 32)
+    block = int(core.core.residency.find(opened.spaces.local[0], batch)[at])
+    spoil(directory, int(columns.nvme[block]))
+    grant = core.acquire(session, opened, keys)
+    assert (grant.leased, grant.prefix.blocks) == (at, at)
+    assert grant.prefix.ended is MissReason.CORRUPT
+    core.verify(grant, keys)
+    core.run(core.core.nvme.removal.of_lost())
+    core.check()
+    assert core.put(session, opened, keys)[at:] == [STORED] * (count - at)
+    core.check()
 
 
 def spoil(directory, location):
