@@ -6,7 +6,9 @@ import shutil
 from pathlib import Path
 
 from kvkeep_server.config import Settings
+from kvkeep_server.core.errors import InvalidArgumentError
 from kvkeep_server.core.memory_limit import read_memory_limit
+from kvkeep_server.core.quantities import show_size
 from kvkeep_server.core.settings_kinds import disk_nbytes
 from kvkeep_server.metrics.readings import Facts
 from kvkeep_server.service.sessions import SessionLimits
@@ -18,6 +20,7 @@ from kvkeep_server.tiers.nvme.tier import NvmeSettings
 from kvkeep_server.tiers.ram.pool import PoolSettings
 
 _SEGMENTS_OPEN_MAX = 256
+_SEGMENTS_MIN = 4
 _READING_MAX_NBYTES = 256 << 20
 _WRITING_MIN_NBYTES = 64 << 20
 _SYNC_INTERVAL_S = 1.0
@@ -53,7 +56,11 @@ def session_limits(settings: Settings) -> SessionLimits:
 
 
 def nvme_facts(settings: Settings, server_epoch: int, means: NvmeMeans) -> NvmeFacts | None:
-    """What the nvme tier is made with; None = there is none."""
+    """What the nvme tier is made with; None = there is none.
+
+    Raises:
+        InvalidArgumentError: A directory would hold too few segments to give any back.
+    """
     nvme, wanted = settings.nvme, settings.nvme.directories
     if not wanted:
         return None
@@ -67,6 +74,14 @@ def nvme_facts(settings: Settings, server_epoch: int, means: NvmeMeans) -> NvmeF
         )
         for path in wanted
     )
+    for directory in directories:
+        if directory.max_nbytes < _SEGMENTS_MIN * directory.segment_nbytes:
+            raise InvalidArgumentError(
+                "nvme.max",
+                f"{nvme.max} ({show_size(directory.max_nbytes)} in {directory.path})",
+                f"at least {_SEGMENTS_MIN} times nvme.segment",
+                "raise it, or lower nvme.segment",
+            )
     tier = NvmeSettings(
         directories=directories,
         reading_max_nbytes=_READING_MAX_NBYTES,
