@@ -69,9 +69,10 @@ class Acquired:
     (Arrays made from a view before are not, and nothing protects what they show any more.)
 
     Attributes:
-        blocks: Leading keys that are usable, skipped and deferred ones included.
+        blocks: Leading keys that are usable, skipped, pending and deferred ones included.
         skipped: Leading keys that the caller said it has.
         leased: Keys, from `skipped` on, whose blocks are leased: as many views has a column.
+        pending: Keys behind them that are on their way into ram: acquire again a little later.
         status: A BlockStatus for each key asked for.
         ended: Why the prefix ended; UNSPECIFIED when it did not.
         ttl_s: Life of the lease since it was given or renewed, in seconds.
@@ -98,6 +99,7 @@ class Acquired:
         self.blocks = response.prefix_blocks
         self.leased = response.leased_blocks
         self.skipped = self._status.count(BlockStatus.READY) - self.leased
+        self.pending = self._status.count(BlockStatus.PENDING)
         self.ended = MissReason(response.ended)
         self.ttl_s = response.lease_ttl_ms / 1000
         self._columns = {

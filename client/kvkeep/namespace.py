@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 Ack: TypeAlias = Literal["ram", "nvme", "remote"]
 _NO_HINTS = Hints()
 _LOOKED_UP = _NO_HINTS.touch_fields(blocks_read=False)
+# Of a call's time, that the daemon may spend waiting for a slow tier: its answer needs some too.
+_WAIT_SHARE = 0.8
 _READ = _NO_HINTS.touch_fields(blocks_read=True)
 
 _log = logging.getLogger("kvkeep")
@@ -156,7 +158,7 @@ class Namespace:
         blocks = found.blocks
         return Lookup(blocks, blocks * opened.tokens_per_key, blocks > 0 or opened.answers)
 
-    def acquire(
+    def acquire(  # noqa: PLR0913 - options of one call, all by name
         self,
         keys: Keys,
         *,
@@ -165,8 +167,14 @@ class Namespace:
         hints: Hints | None = None,
         timeout_s: float | None = None,
         skip_blocks: int = 0,
+        wait_s: float = 0.05,
     ) -> Acquired:
         """Lease the longest usable prefix of `keys`: use the answer as a context manager.
+
+        What is in ram is leased at once. Blocks that lie on nvme only are brought there: the call
+        waits up to `wait_s` for them and leases what came; the rest is pending, and an acquire a
+        little later finds it. The default suits an engine's step; one that has nothing better to
+        do may wait longer, and 0 waits for nothing.
 
         `skip_blocks` leading blocks are touched, not leased. Leases of at most `byte_budget`
         bytes of all ranks and groups are given, the rest is deferred; None or 0 = no such limit.
@@ -189,6 +197,7 @@ class Namespace:
             byte_budget=budget,
             hints=hints_message(hints),
             skip_blocks=skip_blocks,
+            wait_ms=milliseconds(min(check_seconds("wait_s", wait_s), deadline_s * _WAIT_SHARE)),
         )
         response = opened.session.transport.acquire(request, deadline_s)
         return Acquired(opened, response, self._keeper.release_later, timeout_s=deadline_s)
@@ -268,7 +277,8 @@ class Namespace:
         `parent_key` is the key before the first, None when that one begins its chain. What is
         new is asked of the shared index; room for it is taken in the session's staging memory,
         waiting up to `timeout_s` for other stores to give it back. All FULL groups of the
-        namespace are stored together.
+        namespace are stored together. `ack="nvme"`: the commit waits until the blocks are on the
+        medium, for most of `timeout_s`; those that are not then have FAILED, and are in ram.
 
         Errors: InvalidArgumentError (among others: more new blocks than the staging memory
         holds: store fewer, or use `store_blocks`), UnavailableError, ResourceExhaustedError.
@@ -282,7 +292,9 @@ class Namespace:
         rank = opened.rank_or_only(rank)
         words = Words(packed, key_nbytes)
         # Children never outlive their parents, so what is stored is a prefix.
-        first = opened.find_shard(words, rank)
+        find = opened.find_shard if ack == "ram" else opened.find_on_nvme
+        first = find(words, rank)
+        deadline_s = deadline_of(timeout_s, self._timeout_s)
         template = pb.CommitRequest(
             set_index=opened.set_index,
             rank=rank,
@@ -290,13 +302,14 @@ class Namespace:
             keys=packed[first * key_nbytes :],
             ack_level=_ack_level(ack),
             hints=hints_message(hints),
+            wait_ms=milliseconds(deadline_s * _WAIT_SHARE),
         )
         store = Store(
             opened,
             template,
             count=words.count,
             new=range(first, words.count),
-            timeout_s=deadline_of(timeout_s, self._timeout_s),
+            timeout_s=deadline_s,
             later=self._keeper.later,
         )
         store.allocate()

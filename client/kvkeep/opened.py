@@ -107,6 +107,16 @@ class Opened:
             limit = table.find(self._seed(table, rank, group), words, limit).blocks
         return limit
 
+    def find_on_nvme(self, words: Words, rank: int) -> int:
+        """Leading keys of which every FULL group of one rank lies on nvme."""
+        table = self.session.table()
+        if table is None:
+            return 0
+        limit = words.count
+        for group in self.full_groups:
+            limit = table.find_on_nvme(self._seed(table, rank, group), words, limit)
+        return limit
+
     def find_rows(self, words: Words, rank: int, group: int) -> Rows:
         """Where the leading blocks of one rank and group lie in ram."""
         table = self.session.table()

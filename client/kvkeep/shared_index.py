@@ -194,6 +194,24 @@ class IndexTable:
         """
         return self._search(seed, words, limit, None)
 
+    def find_on_nvme(self, seed: Seed, words: Words, limit: int) -> int:
+        """How many of the first `limit` keys lie on nvme, up to the first that does not.
+
+        A row that changes hands meanwhile can count though it does not lie there.
+        """
+        on_nvme = 0
+        while on_nvme < limit:
+            stop = min(on_nvme + PIECE_KEYS, limit)
+            scratch = self._borrow()
+            found = self._find_piece(seed, words.piece(on_nvme, stop), scratch) if self.live else 0
+            there = (self._nvme[scratch.row[:found]] != _ZERO).tobytes().find(0) if found else -1
+            self._scratches.append(scratch)
+            count = found if there < 0 else there
+            on_nvme += count
+            if on_nvme < stop:
+                break
+        return on_nvme
+
     def find_rows(self, seed: Seed, words: Words, limit: int) -> Rows:
         """As `find`, with addresses and generations, up to the first key that is not in ram."""
         places: Places = []

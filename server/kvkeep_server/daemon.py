@@ -3,21 +3,27 @@
 import asyncio
 import contextlib
 import gc
-import importlib.metadata
 import logging
 import os
-import platform
 import random
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from kvkeep_server.config import Settings
+from kvkeep_server.config.parts import (
+    lease_limits,
+    metric_facts,
+    nvme_facts,
+    pool_settings,
+    session_limits,
+)
 from kvkeep_server.core.clock import Clock
 from kvkeep_server.core.errors import FailedPreconditionError
 from kvkeep_server.core.histogram import DURATION_BOUNDS_S, Histogram
@@ -28,7 +34,7 @@ from kvkeep_server.core.process import forbid_inspection, raise_descriptor_limit
 from kvkeep_server.core.settings_kinds import listen_address
 from kvkeep_server.index.table import IndexTable
 from kvkeep_server.metrics.endpoint import Endpoint
-from kvkeep_server.metrics.readings import Facts, Readings
+from kvkeep_server.metrics.readings import Readings
 from kvkeep_server.policies.registry import admission_policy, eviction_policy
 from kvkeep_server.rpc.admin import AdminServicer
 from kvkeep_server.rpc.block_calls import BlockCalls, ClientLimits
@@ -39,15 +45,17 @@ from kvkeep_server.rpc.server import METHODS, Server
 from kvkeep_server.service.block_service import BlockService, ServiceLimits
 from kvkeep_server.service.namespaces import Namespaces
 from kvkeep_server.service.session_memory import FdKind, FdOffer, SessionMemory
-from kvkeep_server.service.sessions import Session, SessionLimits, Sessions
+from kvkeep_server.service.sessions import Session, Sessions
 from kvkeep_server.tiering.commits import Commits
-from kvkeep_server.tiering.leases import LeaseLimits, Leases
+from kvkeep_server.tiering.leases import Leases
 from kvkeep_server.tiering.manager import TierManager
+from kvkeep_server.tiering.nvme_side import LocalTiers, NvmeMeans, NvmeSide
 from kvkeep_server.tiering.removal import Removal
 from kvkeep_server.tiering.residency import Residency, TableSettings
 from kvkeep_server.tiering.room import RoomMaker
 from kvkeep_server.tiering.transfers import Transfers
-from kvkeep_server.tiers.ram.pool import Chunk, Pool, PoolSettings
+from kvkeep_server.tiers.nvme.files import DiskFiles, Files
+from kvkeep_server.tiers.ram.pool import Chunk, Pool
 from kvkeep_server.tiers.ram.tier import RamTier
 
 SOCKET_NAME = "kvkeep.sock"
@@ -55,6 +63,7 @@ FD_SOCKET_NAME = "kvkeep.fd.sock"
 # One of the daemon's threads may hold the GIL for so long before the event loop gets it.
 _SWITCH_INTERVAL_S = 0.0002
 _UPKEEP_PERIOD_S = 0.05
+_HEALTH_PERIOD_S = 0.5
 _DRAIN_S = 5.0
 
 _log = logging.getLogger(__name__)
@@ -73,6 +82,7 @@ class Core:
     executor: ThreadPoolExecutor
     transfers: Transfers
     huge_pages: HugePages
+    nvme: NvmeSide | None
 
     def close(self) -> None:
         """Ends threads; gives the memory back."""
@@ -91,6 +101,7 @@ def build_core(
     source: random.Random,
     server_epoch: int,
     memory_limit: Callable[[], MemoryLimit] = read_memory_limit,
+    files: Callable[[], Files] = DiskFiles,
 ) -> Core:
     """Builds and wires; starts nothing but idle threads.
 
@@ -98,13 +109,8 @@ def build_core(
         InvalidArgumentError: Settings that this machine cannot carry.
     """
     executor = ThreadPoolExecutor(settings.limits.copy_threads, thread_name_prefix="kvkeep-pool")
-    wiring = _Wiring()
-    pool = Pool(
-        settings=_pool_settings(settings, server_epoch),
-        memory_limit=memory_limit,
-        on_chunk=wiring.on_chunk,
-    )
-    pool.check_fits()
+    transfers, wiring = Transfers(threads=settings.limits.copy_threads), _Wiring()
+    pool = _pool(settings, server_epoch, memory_limit, wiring)
     huge_pages = HugePages(executor, wanted=settings.ram.huge_pages)
     ram = RamTier(
         pool=pool,
@@ -120,7 +126,7 @@ def build_core(
         source=source,
         settings=TableSettings(server_epoch, settings.index.rows_initial, settings.index.load_max),
     )
-    leases = Leases(residency=residency, clock=clock, source=source, limits=_lease_limits(settings))
+    leases = Leases(residency=residency, clock=clock, source=source, limits=lease_limits(settings))
     memory = SessionMemory(
         touch_records=settings.sessions.touch_records,
         offers=partial(_offers, residency, pool),
@@ -128,7 +134,7 @@ def build_core(
         executor=executor,
     )
     sessions = Sessions(
-        limits=_session_limits(settings),
+        limits=session_limits(settings),
         clock=clock,
         source=source,
         server_epoch=server_epoch,
@@ -140,20 +146,20 @@ def build_core(
         block_nbytes_max=min(settings.limits.block_nbytes_max, ram.block_nbytes_max),
         add_keyspace=residency.add_keyspace,
     )
-    transfers = Transfers(threads=settings.limits.copy_threads)
     room = RoomMaker(ram=ram, residency=residency, publish_table=wiring.on_table)
-    admission = admission_policy(settings.ram.admission)()
-    removal = Removal(residency=residency, room=room)
+    facts = nvme_facts(settings, server_epoch, NvmeMeans(files(), clock, source))
+    nvme = NvmeSide(facts, residency, ram, room, namespaces) if facts else None
     service = BlockService(
         limits=ServiceLimits(settings.limits.keys_max, settings.limits.commits_running_max),
         namespaces=namespaces,
         sessions=sessions,
-        manager=TierManager(residency=residency, leases=leases, removal=removal),
-        commits=Commits(residency=residency, room=room, transfers=transfers, admission=admission),
+        manager=_manager(residency, leases, room, nvme),
+        commits=_commits(settings, residency, room, transfers, nvme),
         clock=clock,
     )
     wiring.sessions = sessions
-    return Core(ram, residency, leases, sessions, room, service, executor, transfers, huge_pages)
+    threads = executor, transfers, huge_pages
+    return Core(ram, residency, leases, sessions, room, service, *threads, nvme)
 
 
 class _Wiring:
@@ -177,6 +183,18 @@ class _Wiring:
         leases.end_session(session.session_id)
 
 
+def _pool(
+    settings: Settings, epoch: int, memory_limit: Callable[[], MemoryLimit], wiring: _Wiring
+) -> Pool:
+    pool = Pool(
+        settings=pool_settings(settings, epoch),
+        memory_limit=memory_limit,
+        on_chunk=wiring.on_chunk,
+    )
+    pool.check_fits()
+    return pool
+
+
 def _offers(residency: Residency, pool: Pool) -> list[FdOffer]:
     """All that a new client maps; all or none, when descriptors run out."""
     offers: list[FdOffer] = []
@@ -197,31 +215,6 @@ def _table_offer(table: IndexTable) -> FdOffer:
 
 def _chunk_offer(chunk: Chunk) -> FdOffer:
     return FdOffer(FdKind.CHUNK, chunk.chunk_id, chunk.nbytes, chunk.memfd.client_fd())
-
-
-def _pool_settings(settings: Settings, server_epoch: int) -> PoolSettings:
-    return PoolSettings(
-        limit_nbytes=settings.ram.size_nbytes,
-        chunk_nbytes_max=settings.ram.chunk_nbytes,
-        chunk_nbytes_min=settings.ram.slab_nbytes,
-        server_epoch=server_epoch,
-    )
-
-
-def _lease_limits(settings: Settings) -> LeaseLimits:
-    leases = settings.leases
-    return LeaseLimits(leases.ttl_s, leases.leases_max, leases.remembered_max)
-
-
-def _session_limits(settings: Settings) -> SessionLimits:
-    sessions = settings.sessions
-    return SessionLimits(
-        timeout_s=sessions.timeout_s,
-        staging_nbytes=sessions.staging_nbytes,
-        staging_max_nbytes=sessions.staging_nbytes_max,
-        staging_total_max_nbytes=sessions.staging_total_nbytes_max,
-        sessions_max=sessions.sessions_max,
-    )
 
 
 class Daemon:
@@ -263,7 +256,8 @@ class Daemon:
             )
             try:
                 await core.ram.grow()
-                await self._serve(core, directory)
+                async with _nvme_at_work(core.nvme):
+                    await self._serve(core, directory)
             finally:
                 core.close()
         finally:
@@ -293,7 +287,10 @@ class Daemon:
             "serving", extra={"runtime_dir": str(directory), "server_epoch": self._server_epoch}
         )
         upkeep = asyncio.create_task(
-            _upkeep(core, self._clock, self._settings.sessions.timeout_s, readings.loop_lag)
+            _all(
+                _upkeep(core, self._clock, self._settings.sessions.timeout_s, readings.loop_lag),
+                _tell_health(server, core.nvme),
+            )
         )
         stopped = asyncio.create_task(stop.wait())
         try:
@@ -324,11 +321,10 @@ class Daemon:
         meter = CallMeter(methods=METHODS, clock=self._clock)
         limits = self._client_limits(core)
         calls = BlockCalls(service=core.service, limits=limits, server_epoch=self._server_epoch)
+        tiers = LocalTiers(core.ram, core.nvme)
         server = Server(
             calls=calls,
-            admin=AdminServicer(
-                service=core.service, ram=core.ram, server_epoch=self._server_epoch
-            ),
+            admin=AdminServicer(service=core.service, tiers=tiers, server_epoch=self._server_epoch),
             meter=meter,
             message_nbytes_max=limits.message_nbytes_max,
         )
@@ -344,11 +340,11 @@ class Daemon:
         core.sessions.sender = sockets
         readings = Readings(
             service=core.service,
-            ram=core.ram,
+            tiers=tiers,
             calls=meter,
             handover=handover,
             loop_lag=Histogram(DURATION_BOUNDS_S),
-            facts=_facts(self._settings),
+            facts=metric_facts(self._settings),
         )
         return server, handover, readings
 
@@ -364,22 +360,84 @@ class Daemon:
         )
 
 
-def _facts(settings: Settings) -> Facts:
-    """What the metrics say of this release and its settings."""
-    limits = {
-        "kvkeep_memory_limit_bytes": read_memory_limit().nbytes,
-        "kvkeep_commits_running_limit": settings.limits.commits_running_max,
-        "kvkeep_sessions_limit": settings.sessions.sessions_max,
-        "kvkeep_staging_limit_bytes": settings.sessions.staging_total_nbytes_max,
-        "kvkeep_namespaces_limit": settings.limits.namespaces_max,
-        "kvkeep_leases_limit": settings.leases.leases_max,
-    }
-    ram = settings.ram
-    return Facts(
-        build=(importlib.metadata.version("kvkeep"), platform.python_version()),
-        config=(ram.policy, ram.admission, str(ram.huge_pages).lower()),
-        limits=limits,
+def _commits(
+    settings: Settings,
+    residency: Residency,
+    room: RoomMaker,
+    transfers: Transfers,
+    nvme: NvmeSide | None,
+) -> Commits:
+    return Commits(
+        residency=residency,
+        room=room,
+        transfers=transfers,
+        admission=admission_policy(settings.ram.admission)(),
+        demotion=nvme.demotion if nvme else None,
     )
+
+
+def _manager(
+    residency: Residency, leases: Leases, room: RoomMaker, nvme: NvmeSide | None
+) -> TierManager:
+    if nvme is None:
+        removal = Removal(residency=residency, room=room)
+        return TierManager(residency=residency, leases=leases, removal=removal)
+    return TierManager(
+        residency=residency, leases=leases, removal=nvme.removal, promotion=nvme.promotion
+    )
+
+
+@contextlib.asynccontextmanager
+async def _nvme_at_work(nvme: NvmeSide | None) -> AsyncIterator[None]:
+    """Begins to serve at once and recovers behind; at the end writes what is in ram only, as far as
+    the time goes.
+
+    Raises:
+        FailedPreconditionError: A directory is another daemon's, or not to be used.
+    """
+    if nvme is None:
+        yield
+        return
+    try:
+        await nvme.tier.start()
+    except OSError as error:
+        msg = f"nvme.directories: {error}; make it readable and writable, or name another"
+        raise FailedPreconditionError(msg) from error
+    work = asyncio.create_task(nvme.run())
+    work.add_done_callback(_stop_when_broken)
+    try:
+        yield
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(nvme.drain(), _DRAIN_S)
+    finally:
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+        await nvme.close()
+
+
+async def _all(*works: Coroutine[Any, Any, None]) -> None:
+    """Runs them until one fails."""
+    async with asyncio.TaskGroup() as tasks:
+        for work in works:
+            tasks.create_task(work)
+
+
+async def _tell_health(server: Server, nvme: NvmeSide | None) -> None:
+    """Tells whether nvme is well, whenever that changes."""
+    told = None
+    while nvme is not None:
+        well = any(not directory.sick for directory in nvme.tier.stats().directories)
+        if well != told:
+            told = well
+            await server.say_nvme(well=well)
+        await asyncio.sleep(_HEALTH_PERIOD_S)
+
+
+def _stop_when_broken(work: asyncio.Task[None]) -> None:
+    """It ends by a broken invariant only: then it is better not to serve at all."""
+    if not work.cancelled():
+        _log.critical("nvme: broken", exc_info=work.exception())
+        signal.raise_signal(signal.SIGTERM)
 
 
 def _scraped(listen: str, readings: Readings, clock: Clock) -> contextlib.ExitStack:

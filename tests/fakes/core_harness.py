@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import os
 import random
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
@@ -22,6 +22,7 @@ from kvkeep_server.service.sessions import HelloFacts, Session, Welcome
 from kvkeep_server.tiering.manager import Grant, Prefix, ReadOrder
 from kvkeep_server.tiering.removal import Removed
 from kvkeep_server.tiering.transfers import CopyIn
+from kvkeep_server.tiers.nvme.files import DiskFiles, Files
 
 MIB = 1 << 20
 MEMORY = MemoryLimit(8 << 30, 8 << 30, "test")
@@ -116,7 +117,11 @@ class Harness:
     seed: int = 7
     clock: FakeClock = field(default_factory=FakeClock)
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
+    files: Callable[[], Files] = DiskFiles
+    ack: AckLevel = AckLevel.RAM
+    wait_s: float = 30.0
     core: Core = field(init=False)
+    work: asyncio.Task[None] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         ram = f'size = "{self.ram}"\nslab = "{self.slab}"\nhuge_pages = false'
@@ -127,8 +132,20 @@ class Harness:
             source=random.Random(self.seed),
             server_epoch=1,
             memory_limit=lambda: MEMORY,
+            files=self.files,
         )
         self.run(self.core.ram.grow())
+        if self.core.nvme is not None:
+            self.run(self._start_nvme())
+
+    async def _start_nvme(self) -> None:
+        await self.core.nvme.tier.start()
+        self.work = asyncio.create_task(self.core.nvme.run())
+
+    async def _stop_nvme(self) -> None:
+        self.work.cancel()
+        await asyncio.gather(self.work, return_exceptions=True)
+        await self.core.nvme.close()
 
     def __enter__(self) -> Self:
         return self
@@ -145,6 +162,8 @@ class Harness:
 
     def close(self) -> None:
         """Gives back all memory and descriptors, so that thousands of these fit one process."""
+        if self.work is not None:
+            self.run(self._stop_nvme())
         self.core.close()
         self.core.residency.table.close()
         self.core.ram.pool.close()
@@ -160,6 +179,7 @@ class Harness:
         self.check()
         columns = self.core.residency.columns
         ids = np.concatenate((columns.in_use(), columns.withdrawn()))
+        ids = ids[columns.address[ids] != 0]
         slots = int(self.core.ram.slabs.slot_nbytes(columns.address[ids]).sum())
         assert self.core.ram.slabs.used_nbytes == slots, "slots that no block has"
         assert self.core.service.commits.in_flight == 0, "commits in flight"
@@ -170,7 +190,9 @@ class Harness:
         """The bytes of every block are those that its checksum was taken of."""
         columns, residency = self.core.residency.columns, self.core.residency
         for block in columns.in_use().tolist():
-            space = residency._keyspaces[int(columns.keyspace[block])]
+            if not columns.address[block]:
+                continue
+            space = residency.keyspaces[int(columns.keyspace[block])]
             key = columns.key_words[block].tobytes()[: space.key_nbytes]
             payload = self.core.ram.view(int(columns.address[block]), space.block_nbytes)
             assert space.checksum(key, payload) == int(columns.checksum[block])
@@ -223,8 +245,9 @@ class Harness:
         rank: int = 0,
     ) -> list[CommitStatus]:
         """One commit of blocks that lie in staging."""
+        packed = b"".join(keys)
         order = CommitOrder(
-            opened.spaces.index, rank, parent, b"".join(keys), groups, AckLevel.RAM, Hints()
+            opened.spaces.index, rank, parent, packed, groups, self.ack, Hints(), 30.0
         )
         status = await self.seal(session, order)
         return [CommitStatus(s) for s in status.tolist()]
@@ -261,7 +284,8 @@ class Harness:
                 for number, group in enumerate(opened.namespace_set.spec.groups)
             ],
         )
-        return self.run(self.commit(session, opened, keys, groups, parent=parent, rank=rank))
+        work = self.commit(session, opened, keys, groups, parent=parent, rank=rank)
+        return self.run(work)
 
     # --- reading
 
@@ -279,11 +303,11 @@ class Harness:
         byte_budget: int = 0,
         skip: int = 0,
     ) -> Grant:
-        order = ReadOrder(session.session_id, ttl_s, byte_budget, skip, Hints())
+        order = ReadOrder(session.session_id, ttl_s, byte_budget, skip, Hints(), self.wait_s)
         grant, _ = self.core.service.acquire(
             session, opened.spaces.index, b"".join(keys), (), order
         )
-        return grant
+        return grant if isinstance(grant, Grant) else self.run(grant)
 
     def release(self, session: Session, grant: Grant) -> int:
         assert grant.lease is not None

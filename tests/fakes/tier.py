@@ -70,7 +70,7 @@ class FakeBatch:
         self._written = {}
         self._open = True
 
-    async def write(self, blocks, sources):
+    async def write(self, blocks, sources, *, durable=True):
         assert self._open
         assert len(blocks) == len(sources) == len(self.locations)
         for location, source in zip(self.locations.tolist(), sources, strict=True):

@@ -1,7 +1,9 @@
-"""Writes proto/kvkeep/v1/shared_memory_vectors.json from shared_memory.md alone, in plain integers.
+"""Writes the test vectors of proto/kvkeep/v1 from shared_memory.md and record.md alone, in plain
+integers.
 
 It imports nothing of the product and uses no numpy, so that neither side can be tested against
-itself. Run: python tests/vectors/make_vectors.py [path]; without a path it prints.
+itself. Run: python tests/vectors/make_vectors.py shared_memory|record [path]; without a path it
+prints.
 """
 
 import hashlib
@@ -11,6 +13,8 @@ import struct
 import sys
 from pathlib import Path
 from typing import Any
+
+import xxhash
 
 MASK = 2**64 - 1
 SEED = 20240601
@@ -362,17 +366,126 @@ def vectors() -> dict[str, Any]:
     }
 
 
+# --- record.md
+
+
+def record_header(fields: dict[str, Any]) -> bytes:
+    """The 320 bytes of a record's header."""
+    key, parent = bytes.fromhex(fields["key"]), bytes.fromhex(fields["parent"])
+    body = struct.pack(
+        "<8sHHI16s16sHHBBHQQQQQQQQ24s64s64sQ32x",
+        b"KVKRECD1",
+        1,
+        fields["flags"],
+        fields["group"],
+        bytes.fromhex(fields["namespace_id"]),
+        bytes.fromhex(fields["boundary_id"]),
+        fields["boundary_members"],
+        fields["boundary_member"],
+        len(key),
+        len(parent),
+        0,
+        fields["payload_nbytes"],
+        fields["payload_nbytes"],
+        int(fields["checksum"], 16),
+        int(fields["checksum"], 16),
+        int(fields["record_seq"], 16),
+        int(fields["location"], 16),
+        fields["created_ms"],
+        fields["last_used_ms"],
+        fields["retention_class"].encode(),
+        key,
+        parent,
+        int(fields["target"], 16),
+    )
+    return body + struct.pack("<Q", xxhash.xxh3_64_intdigest(body))
+
+
+def payload_checksum(namespace_id: bytes, group: int, key: bytes, payload: bytes) -> int:
+    """Bound to all of these and the length."""
+    bound = namespace_id + struct.pack("<IQ", group, len(payload))
+    seed = xxhash.xxh3_64_intdigest(key, xxhash.xxh3_64_intdigest(bound))
+    return xxhash.xxh3_64_intdigest(payload, seed)
+
+
+def record_case(rng: random.Random, key_nbytes: int, payload: bytes, page: int) -> dict[str, Any]:
+    """One record in segment 7; an empty payload makes it a tombstone."""
+    key, namespace_id, group = rng.randbytes(key_nbytes), rng.randbytes(16), rng.randrange(16)
+    checksum = payload_checksum(namespace_id, group, key, payload) if payload else 0
+    fields = {
+        "flags": 0 if payload else 1,
+        "group": group,
+        "namespace_id": namespace_id.hex(),
+        "boundary_id": rng.randbytes(16).hex() if payload else "00" * 16,
+        "boundary_members": 8 if payload else 1,
+        "boundary_member": 5 if payload else 0,
+        "payload_nbytes": len(payload),
+        "checksum": hex64(checksum),
+        "record_seq": hex64((7 << 32) + page),
+        "location": hex64((7 << 32) + page),
+        "created_ms": 1_700_000_000_000,
+        "last_used_ms": 1_700_000_259_200,
+        "retention_class": "global" if payload else "",
+        "key": key.hex(),
+        "parent": rng.randbytes(key_nbytes).hex() if payload and page > 1 else "",
+        "target": hex64(0),
+    }
+    return {"fields": fields, "payload": payload.hex(), "header": record_header(fields).hex()}
+
+
+def page_of(body: bytes) -> bytes:
+    """A page with a checksum behind its content."""
+    return (body + struct.pack("<Q", xxhash.xxh3_64_intdigest(body))).ljust(4096, b"\0")
+
+
+def segment(rng: random.Random) -> dict[str, Any]:
+    """A whole sealed segment of five records; pages of zeros are left to the reader."""
+    cases, page = [], 1
+    for key_nbytes, payload_nbytes in ((16, 1), (32, 4096), (64, 4097), (33, 0), (32, 0)):
+        cases.append(record_case(rng, key_nbytes, rng.randbytes(payload_nbytes), page))
+        page += 1 + -(-payload_nbytes // 4096)
+    cases[4]["fields"] |= {"flags": 2, "target": cases[1]["fields"]["location"]}
+    cases[4]["header"] = record_header(cases[4]["fields"]).hex()
+    table = b"".join(bytes.fromhex(case["header"]) for case in cases)
+    header = struct.pack("<8sIIQQQ24s", b"KVKSEGM1", 1, 0, 7, 64, 1_700_000_000_000, b"global")
+    checksum = xxhash.xxh3_64_intdigest(table)
+    footer = struct.pack("<8sIIQQQQ", b"KVKFOOT1", 1, 0, 7, page, len(cases), checksum)
+    whole = page_of(header)
+    for case in cases:
+        payload = bytes.fromhex(case["payload"])
+        whole += bytes.fromhex(case["header"]).ljust(4096, b"\0")
+        whole += payload + bytes(-len(payload) % 4096)
+    whole += table.ljust(4096, b"\0") + page_of(footer)
+    return {
+        "number": 7,
+        "pages": 64,
+        "table_page": page,
+        "header": page_of(header)[:72].hex(),
+        "footer": page_of(footer)[:56].hex(),
+        "records": cases,
+        "nbytes": len(whole),
+        "sha256": hashlib.sha256(whole).hexdigest(),
+    }
+
+
+def render_record() -> str:
+    """The text of record_vectors.json."""
+    shown = {"record_version": 1, "segment": segment(random.Random(SEED))}
+    return json.dumps(shown, indent=1, ensure_ascii=True) + "\n"
+
+
 def render() -> str:
-    """The file's text."""
+    """The text of shared_memory_vectors.json."""
     return json.dumps(vectors(), indent=1, ensure_ascii=True) + "\n"
 
 
 def main(arguments: list[str]) -> None:
     """Write to the path given, else to the standard output."""
-    if arguments:
-        Path(arguments[0]).write_text(render(), encoding="utf-8")
+    text = {"shared_memory": render, "record": render_record}[arguments[0]]()
+    if arguments[1:]:
+        Path(arguments[1]).write_text(text, encoding="utf-8")
     else:
-        sys.stdout.write(render())
+        sys.stdout.write(text)
 
 
 if __name__ == "__main__":

@@ -63,6 +63,7 @@ class PoolStats(google.protobuf.message.Message):
     LEASED_NBYTES_FIELD_NUMBER: builtins.int
     CHUNKS_FIELD_NUMBER: builtins.int
     HUGE_CHUNKS_FIELD_NUMBER: builtins.int
+    BLOCKS_FIELD_NUMBER: builtins.int
     limit_nbytes: builtins.int
     chunk_nbytes: builtins.int
     """of all chunks now"""
@@ -76,6 +77,7 @@ class PoolStats(google.protobuf.message.Message):
     chunks: builtins.int
     huge_chunks: builtins.int
     """of them, backed by huge pages as far as the kernel will; done behind the work"""
+    blocks: builtins.int
     def __init__(
         self,
         *,
@@ -87,10 +89,58 @@ class PoolStats(google.protobuf.message.Message):
         leased_nbytes: builtins.int = ...,
         chunks: builtins.int = ...,
         huge_chunks: builtins.int = ...,
+        blocks: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["chunk_nbytes", b"chunk_nbytes", "chunks", b"chunks", "huge_chunks", b"huge_chunks", "leased_nbytes", b"leased_nbytes", "limit_nbytes", b"limit_nbytes", "payload_nbytes", b"payload_nbytes", "slot_nbytes_free", b"slot_nbytes_free", "slot_nbytes_used", b"slot_nbytes_used"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "chunk_nbytes", b"chunk_nbytes", "chunks", b"chunks", "huge_chunks", b"huge_chunks", "leased_nbytes", b"leased_nbytes", "limit_nbytes", b"limit_nbytes", "payload_nbytes", b"payload_nbytes", "slot_nbytes_free", b"slot_nbytes_free", "slot_nbytes_used", b"slot_nbytes_used"]) -> None: ...
 
 Global___PoolStats: typing_extensions.TypeAlias = PoolStats
+
+@typing.final
+class NvmeStats(google.protobuf.message.Message):
+    """The nvme tier. A block may be in it and in the pool."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LIMIT_NBYTES_FIELD_NUMBER: builtins.int
+    USED_NBYTES_FIELD_NUMBER: builtins.int
+    BLOCKS_FIELD_NUMBER: builtins.int
+    PAYLOAD_NBYTES_FIELD_NUMBER: builtins.int
+    BLOCKS_HIT_TOTAL_FIELD_NUMBER: builtins.int
+    BLOCKS_DROPPED_TOTAL_FIELD_NUMBER: builtins.int
+    QUEUED_BLOCKS_FIELD_NUMBER: builtins.int
+    RECOVERING_FIELD_NUMBER: builtins.int
+    SICK_DIRECTORIES_FIELD_NUMBER: builtins.int
+    limit_nbytes: builtins.int
+    """of all directories"""
+    used_nbytes: builtins.int
+    blocks: builtins.int
+    payload_nbytes: builtins.int
+    blocks_hit_total: builtins.int
+    """of blocks_hit_total: that were here and not in ram"""
+    blocks_dropped_total: builtins.int
+    """that the full queue left in ram only"""
+    queued_blocks: builtins.int
+    """that wait to be written"""
+    recovering: builtins.bool
+    """what an earlier daemon left is put into the index"""
+    sick_directories: builtins.int
+    """that take no writes now"""
+    def __init__(
+        self,
+        *,
+        limit_nbytes: builtins.int = ...,
+        used_nbytes: builtins.int = ...,
+        blocks: builtins.int = ...,
+        payload_nbytes: builtins.int = ...,
+        blocks_hit_total: builtins.int = ...,
+        blocks_dropped_total: builtins.int = ...,
+        queued_blocks: builtins.int = ...,
+        recovering: builtins.bool = ...,
+        sick_directories: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "blocks_dropped_total", b"blocks_dropped_total", "blocks_hit_total", b"blocks_hit_total", "limit_nbytes", b"limit_nbytes", "payload_nbytes", b"payload_nbytes", "queued_blocks", b"queued_blocks", "recovering", b"recovering", "sick_directories", b"sick_directories", "used_nbytes", b"used_nbytes"]) -> None: ...
+
+Global___NvmeStats: typing_extensions.TypeAlias = NvmeStats
 
 @typing.final
 class MissCount(google.protobuf.message.Message):
@@ -171,6 +221,7 @@ class StatsResponse(google.protobuf.message.Message):
     BLOCKS_REMOVED_TOTAL_FIELD_NUMBER: builtins.int
     BLOCKS_CORRUPT_TOTAL_FIELD_NUMBER: builtins.int
     MISSES_FIELD_NUMBER: builtins.int
+    NVME_FIELD_NUMBER: builtins.int
     server_epoch: builtins.int
     uptime_ms: builtins.int
     sessions: builtins.int
@@ -206,6 +257,10 @@ class StatsResponse(google.protobuf.message.Message):
     def misses(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___MissCount]:
         """Sums to blocks_missed_total. UNSPECIFIED: a client looked up by itself, and does not know."""
 
+    @property
+    def nvme(self) -> Global___NvmeStats:
+        """unset: there is no such tier"""
+
     def __init__(
         self,
         *,
@@ -236,9 +291,10 @@ class StatsResponse(google.protobuf.message.Message):
         blocks_removed_total: builtins.int = ...,
         blocks_corrupt_total: builtins.int = ...,
         misses: collections.abc.Iterable[Global___MissCount] | None = ...,
+        nvme: Global___NvmeStats | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["index", b"index", "pool", b"pool"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["acquires_total", b"acquires_total", "blocks_already_stored_total", b"blocks_already_stored_total", "blocks_asked_total", b"blocks_asked_total", "blocks_corrupt_total", b"blocks_corrupt_total", "blocks_evicted_total", b"blocks_evicted_total", "blocks_failed_total", b"blocks_failed_total", "blocks_hit_total", b"blocks_hit_total", "blocks_missed_total", b"blocks_missed_total", "blocks_refused_total", b"blocks_refused_total", "blocks_removed_total", b"blocks_removed_total", "blocks_stored_total", b"blocks_stored_total", "bytes_stored_total", b"bytes_stored_total", "collisions_total", b"collisions_total", "commits_total", b"commits_total", "index", b"index", "leases", b"leases", "leases_expired_total", b"leases_expired_total", "lookups_total", b"lookups_total", "misses", b"misses", "pool", b"pool", "server_epoch", b"server_epoch", "sessions", b"sessions", "sessions_ended_total", b"sessions_ended_total", "touch_records_invalid_total", b"touch_records_invalid_total", "touch_records_lost_total", b"touch_records_lost_total", "uptime_ms", b"uptime_ms", "version", b"version"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["index", b"index", "nvme", b"nvme", "pool", b"pool"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["acquires_total", b"acquires_total", "blocks_already_stored_total", b"blocks_already_stored_total", "blocks_asked_total", b"blocks_asked_total", "blocks_corrupt_total", b"blocks_corrupt_total", "blocks_evicted_total", b"blocks_evicted_total", "blocks_failed_total", b"blocks_failed_total", "blocks_hit_total", b"blocks_hit_total", "blocks_missed_total", b"blocks_missed_total", "blocks_refused_total", b"blocks_refused_total", "blocks_removed_total", b"blocks_removed_total", "blocks_stored_total", b"blocks_stored_total", "bytes_stored_total", b"bytes_stored_total", "collisions_total", b"collisions_total", "commits_total", b"commits_total", "index", b"index", "leases", b"leases", "leases_expired_total", b"leases_expired_total", "lookups_total", b"lookups_total", "misses", b"misses", "nvme", b"nvme", "pool", b"pool", "server_epoch", b"server_epoch", "sessions", b"sessions", "sessions_ended_total", b"sessions_ended_total", "touch_records_invalid_total", b"touch_records_invalid_total", "touch_records_lost_total", b"touch_records_lost_total", "uptime_ms", b"uptime_ms", "version", b"version"]) -> None: ...
 
 Global___StatsResponse: typing_extensions.TypeAlias = StatsResponse
 

@@ -167,7 +167,7 @@ class _BlockStatusEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     BLOCK_STATUS_READY: _BlockStatus.ValueType  # 1
     """leased, readable at its address"""
     BLOCK_STATUS_PENDING: _BlockStatus.ValueType  # 2
-    """leased, being promoted: Await"""
+    """on its way into ram, not leased yet: Acquire again"""
     BLOCK_STATUS_MISS: _BlockStatus.ValueType  # 3
     BLOCK_STATUS_DEFERRED: _BlockStatus.ValueType  # 4
     """there, but beyond the byte budget: acquire it later"""
@@ -181,7 +181,7 @@ BLOCK_STATUS_UNSPECIFIED: BlockStatus.ValueType  # 0
 BLOCK_STATUS_READY: BlockStatus.ValueType  # 1
 """leased, readable at its address"""
 BLOCK_STATUS_PENDING: BlockStatus.ValueType  # 2
-"""leased, being promoted: Await"""
+"""on its way into ram, not leased yet: Acquire again"""
 BLOCK_STATUS_MISS: BlockStatus.ValueType  # 3
 BLOCK_STATUS_DEFERRED: BlockStatus.ValueType  # 4
 """there, but beyond the byte budget: acquire it later"""
@@ -258,7 +258,9 @@ class _CommitStatusEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     COMMIT_STATUS_REFUSED_ORPHAN: _CommitStatus.ValueType  # 7
     """its parent was refused, or left before this block could be sealed"""
     COMMIT_STATUS_FAILED: _CommitStatus.ValueType  # 8
-    """the copy failed; nothing is visible"""
+    """The copy failed, and nothing is visible; or, for a level above RAM, the block did not come so far in time: then it is
+    stored in ram all the same, and readable.
+    """
 
 class CommitStatus(_CommitStatus, metaclass=_CommitStatusEnumTypeWrapper): ...
 
@@ -273,7 +275,9 @@ COMMIT_STATUS_REFUSED_COLLISION: CommitStatus.ValueType  # 6
 COMMIT_STATUS_REFUSED_ORPHAN: CommitStatus.ValueType  # 7
 """its parent was refused, or left before this block could be sealed"""
 COMMIT_STATUS_FAILED: CommitStatus.ValueType  # 8
-"""the copy failed; nothing is visible"""
+"""The copy failed, and nothing is visible; or, for a level above RAM, the block did not come so far in time: then it is
+stored in ram all the same, and readable.
+"""
 Global___CommitStatus: typing_extensions.TypeAlias = CommitStatus
 
 class _RemovalStatus:
@@ -908,6 +912,7 @@ class AcquireRequest(google.protobuf.message.Message):
     HINTS_FIELD_NUMBER: builtins.int
     GROUPS_FIELD_NUMBER: builtins.int
     SKIP_BLOCKS_FIELD_NUMBER: builtins.int
+    WAIT_MS_FIELD_NUMBER: builtins.int
     set_index: builtins.int
     keys: builtins.bytes
     """packed, chain order"""
@@ -917,6 +922,8 @@ class AcquireRequest(google.protobuf.message.Message):
     """0 = none; bytes of all ranks and groups together"""
     skip_blocks: builtins.int
     """leading blocks that the caller has: touched, not leased"""
+    wait_ms: builtins.int
+    """for blocks that are not in ram, at most a minute; 0 = such blocks are PENDING at once"""
     @property
     def hints(self) -> Global___Hints: ...
     @property
@@ -933,9 +940,10 @@ class AcquireRequest(google.protobuf.message.Message):
         hints: Global___Hints | None = ...,
         groups: collections.abc.Iterable[builtins.int] | None = ...,
         skip_blocks: builtins.int = ...,
+        wait_ms: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["hints", b"hints"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["byte_budget", b"byte_budget", "groups", b"groups", "hints", b"hints", "keys", b"keys", "lease_ttl_ms", b"lease_ttl_ms", "set_index", b"set_index", "skip_blocks", b"skip_blocks"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["byte_budget", b"byte_budget", "groups", b"groups", "hints", b"hints", "keys", b"keys", "lease_ttl_ms", b"lease_ttl_ms", "set_index", b"set_index", "skip_blocks", b"skip_blocks", "wait_ms", b"wait_ms"]) -> None: ...
 
 Global___AcquireRequest: typing_extensions.TypeAlias = AcquireRequest
 
@@ -1158,6 +1166,7 @@ class CommitRequest(google.protobuf.message.Message):
     GROUPS_FIELD_NUMBER: builtins.int
     ACK_LEVEL_FIELD_NUMBER: builtins.int
     HINTS_FIELD_NUMBER: builtins.int
+    WAIT_MS_FIELD_NUMBER: builtins.int
     set_index: builtins.int
     rank: builtins.int
     parent_key: builtins.bytes
@@ -1165,6 +1174,8 @@ class CommitRequest(google.protobuf.message.Message):
     keys: builtins.bytes
     """packed, chain order"""
     ack_level: Global___AckLevel.ValueType
+    wait_ms: builtins.int
+    """for levels above RAM, at most a minute; 0 = a second"""
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___StagedGroup]: ...
     @property
@@ -1179,9 +1190,10 @@ class CommitRequest(google.protobuf.message.Message):
         groups: collections.abc.Iterable[Global___StagedGroup] | None = ...,
         ack_level: Global___AckLevel.ValueType = ...,
         hints: Global___Hints | None = ...,
+        wait_ms: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["hints", b"hints"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["ack_level", b"ack_level", "groups", b"groups", "hints", b"hints", "keys", b"keys", "parent_key", b"parent_key", "rank", b"rank", "set_index", b"set_index"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ack_level", b"ack_level", "groups", b"groups", "hints", b"hints", "keys", b"keys", "parent_key", b"parent_key", "rank", b"rank", "set_index", b"set_index", "wait_ms", b"wait_ms"]) -> None: ...
 
 Global___CommitRequest: typing_extensions.TypeAlias = CommitRequest
 

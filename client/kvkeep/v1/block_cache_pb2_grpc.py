@@ -148,8 +148,9 @@ class BlockCacheServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Acquire(self, request, context):
-        """Look-up, lease and start of promotion in one call. Resident blocks come back as pool addresses at once;
-        others become ready later (Await). Never waits for a slow tier longer than the deadline.
+        """Look-up, lease and promotion in one call. Where all blocks are in ram it answers at once; others are brought there,
+        for at most `wait_ms`. Leased is what was in ram then, from the first block on; what is still on its way is PENDING and
+        not leased: Acquire again, later. A block that nvme does not give ends the prefix in front of it.
         Errors: as Lookup; RESOURCE_EXHAUSTED also for limits.leases_max.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -157,8 +158,8 @@ class BlockCacheServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Await(self, request, context):
-        """Readiness of the blocks that an Acquire began to promote, in batches, each block with its own status.
-        The stream ends when nothing is pending (at once when nothing was).
+        """Readiness of leased blocks, in batches, each block with its own status. The stream ends when nothing is pending: in
+        this release at once, because only what is ready is leased.
         Errors: NOT_FOUND (no such lease).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -237,7 +238,9 @@ class BlockCacheServicer(object):
         lease reads on, and their memory comes back with the last lease. A block without its parent can be found by nobody, so
         the blocks that follow a key in any chain leave with it (`with_descendants`), or the key is KEPT. A block that is being
         stored at this moment is not there yet: ABSENT. One that is stored behind a removed one is REFUSED_ORPHAN.
-        Errors: INVALID_ARGUMENT (among others: more than limits.keys_max keys), NOT_FOUND (namespace set not open).
+        While an earlier daemon's blocks are read back from nvme, it waits for the end of that.
+        Errors: INVALID_ARGUMENT (among others: more than limits.keys_max keys), NOT_FOUND (namespace set not open), UNAVAILABLE
+        (they are gone, but nvme could not write that down: they may come back at a restart).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -455,14 +455,15 @@ class BlockCacheStub(typing.Generic[_BlockCacheOpenNamespaceType, _BlockCacheAtt
     """
 
     Acquire: _BlockCacheAcquireType
-    """Look-up, lease and start of promotion in one call. Resident blocks come back as pool addresses at once;
-    others become ready later (Await). Never waits for a slow tier longer than the deadline.
+    """Look-up, lease and promotion in one call. Where all blocks are in ram it answers at once; others are brought there,
+    for at most `wait_ms`. Leased is what was in ram then, from the first block on; what is still on its way is PENDING and
+    not leased: Acquire again, later. A block that nvme does not give ends the prefix in front of it.
     Errors: as Lookup; RESOURCE_EXHAUSTED also for limits.leases_max.
     """
 
     Await: _BlockCacheAwaitType
-    """Readiness of the blocks that an Acquire began to promote, in batches, each block with its own status.
-    The stream ends when nothing is pending (at once when nothing was).
+    """Readiness of leased blocks, in batches, each block with its own status. The stream ends when nothing is pending: in
+    this release at once, because only what is ready is leased.
     Errors: NOT_FOUND (no such lease).
     """
 
@@ -512,7 +513,9 @@ class BlockCacheStub(typing.Generic[_BlockCacheOpenNamespaceType, _BlockCacheAtt
     lease reads on, and their memory comes back with the last lease. A block without its parent can be found by nobody, so
     the blocks that follow a key in any chain leave with it (`with_descendants`), or the key is KEPT. A block that is being
     stored at this moment is not there yet: ABSENT. One that is stored behind a removed one is REFUSED_ORPHAN.
-    Errors: INVALID_ARGUMENT (among others: more than limits.keys_max keys), NOT_FOUND (namespace set not open).
+    While an earlier daemon's blocks are read back from nvme, it waits for the end of that.
+    Errors: INVALID_ARGUMENT (among others: more than limits.keys_max keys), NOT_FOUND (namespace set not open), UNAVAILABLE
+    (they are gone, but nvme could not write that down: they may come back at a restart).
     """
 
     AdvanceEpoch: _BlockCacheAdvanceEpochType
@@ -633,8 +636,9 @@ class BlockCacheServicer(metaclass=abc.ABCMeta):
         request: kvkeep.v1.block_cache_pb2.AcquireRequest,
         context: _ServicerContext,
     ) -> typing.Union[kvkeep.v1.block_cache_pb2.AcquireResponse, collections.abc.Awaitable[kvkeep.v1.block_cache_pb2.AcquireResponse]]:
-        """Look-up, lease and start of promotion in one call. Resident blocks come back as pool addresses at once;
-        others become ready later (Await). Never waits for a slow tier longer than the deadline.
+        """Look-up, lease and promotion in one call. Where all blocks are in ram it answers at once; others are brought there,
+        for at most `wait_ms`. Leased is what was in ram then, from the first block on; what is still on its way is PENDING and
+        not leased: Acquire again, later. A block that nvme does not give ends the prefix in front of it.
         Errors: as Lookup; RESOURCE_EXHAUSTED also for limits.leases_max.
         """
 
@@ -644,8 +648,8 @@ class BlockCacheServicer(metaclass=abc.ABCMeta):
         request: kvkeep.v1.block_cache_pb2.AwaitRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[kvkeep.v1.block_cache_pb2.AwaitResponse], collections.abc.AsyncIterator[kvkeep.v1.block_cache_pb2.AwaitResponse]]:
-        """Readiness of the blocks that an Acquire began to promote, in batches, each block with its own status.
-        The stream ends when nothing is pending (at once when nothing was).
+        """Readiness of leased blocks, in batches, each block with its own status. The stream ends when nothing is pending: in
+        this release at once, because only what is ready is leased.
         Errors: NOT_FOUND (no such lease).
         """
 
@@ -740,7 +744,9 @@ class BlockCacheServicer(metaclass=abc.ABCMeta):
         lease reads on, and their memory comes back with the last lease. A block without its parent can be found by nobody, so
         the blocks that follow a key in any chain leave with it (`with_descendants`), or the key is KEPT. A block that is being
         stored at this moment is not there yet: ABSENT. One that is stored behind a removed one is REFUSED_ORPHAN.
-        Errors: INVALID_ARGUMENT (among others: more than limits.keys_max keys), NOT_FOUND (namespace set not open).
+        While an earlier daemon's blocks are read back from nvme, it waits for the end of that.
+        Errors: INVALID_ARGUMENT (among others: more than limits.keys_max keys), NOT_FOUND (namespace set not open), UNAVAILABLE
+        (they are gone, but nvme could not write that down: they may come back at a restart).
         """
 
     @abc.abstractmethod

@@ -152,7 +152,7 @@ def _rows(client: kvkeep.Client, totals: Totals) -> list[tuple[str, str]]:
         ("wrong", f"{totals.blocks_wrong} blocks"),
         ("stored", _gigabytes(totals.blocks_stored)),
         ("evicted", f"{stats.blocks_evicted_total:,} blocks"),
-        ("in RAM", _gigabytes(stats.index.blocks)),
+        ("in RAM", _gigabytes(stats.pool.blocks)),
     ]
 
 

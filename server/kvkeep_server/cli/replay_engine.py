@@ -170,7 +170,7 @@ class Replay:
                 asked = keys[: found * self._size]
                 lease = self._timed("acquire", lambda: self._namespace.acquire(asked))
                 held.enter_context(lease)
-                hit = lease.blocks
+                hit = lease.leased  # what is on its way from nvme comes too late
                 wrong = self._timed("read", lambda: self._wrong(keys, lease))
             self._store(keys, hit)
         # Here the lease has been seen to last: what was read counts.

@@ -12,8 +12,8 @@ _NOT_TOLD = "unknown"
 _NAMESPACES_SHOWN = 20
 _TEXT = """\
 kvkeep {stats.version}, up {up}, {where}
-ram         {index.blocks:,} blocks, {payload} stored
-            {used} of {limit} in use ({share:.0%}), {taken} taken in {pool.chunks} chunks
+ram         {pool.blocks:,} blocks, {payload} stored
+            {used} of {limit} in use ({share:.0%}), {taken} taken in {pool.chunks} chunks{nvme}
 index       {index.rows:,} rows, {index_size}, {index.rebuilds} rebuilds
 leases      {stats.leases:,} live, {leased} leased; {stats.leases_expired_total:,} expired
 sessions    {stats.sessions:,} attached, {stats.sessions_ended_total:,} ended
@@ -51,6 +51,7 @@ def as_text(
         pool=pool,
         index=index,
         where=runtime_dir,
+        nvme=_nvme(stats),
         up=_duration(stats.uptime_ms / 1000),
         payload=show_size(pool.payload_nbytes),
         used=show_size(pool.slot_nbytes_used),
@@ -65,6 +66,23 @@ def as_text(
     )
     parts = [text, *_odd_lines(stats), *(_rate_lines(stats, since) if since else ())]
     return "\n".join([*parts, *_namespace_lines(namespaces)])
+
+
+def _nvme(stats: pb.StatsResponse) -> str:
+    if not stats.HasField("nvme"):
+        return ""
+    nvme = stats.nvme
+    odd = {
+        "recovering": nvme.recovering,
+        f"{nvme.sick_directories} directories take no writes": nvme.sick_directories,
+        f"{nvme.blocks_dropped_total:,} not written for want of room": nvme.blocks_dropped_total,
+    }
+    said = "".join(f"; {words}" for words, so in odd.items() if so)
+    return (
+        f"\nnvme        {nvme.blocks:,} blocks, {show_size(nvme.payload_nbytes)} stored\n"
+        f"            {show_size(nvme.used_nbytes)} of {show_size(nvme.limit_nbytes)} in use, "
+        f"{nvme.blocks_hit_total:,} hits, {nvme.queued_blocks:,} waiting{said}"
+    )
 
 
 def _misses(stats: pb.StatsResponse) -> str:
@@ -140,9 +158,9 @@ def as_dict(stats: pb.StatsResponse, namespaces: Sequence[pb.NamespaceInfo]) -> 
     plain: dict[str, object] = {
         field.name: getattr(stats, field.name)
         for field in stats.DESCRIPTOR.fields
-        if field.name not in {"pool", "index", "misses"}
+        if field.name not in {"pool", "index", "misses", "nvme"}
     }
-    for name in ("pool", "index"):
+    for name in ("pool", "index", *(("nvme",) if stats.HasField("nvme") else ())):
         part = getattr(stats, name)
         plain[name] = {field.name: getattr(part, field.name) for field in part.DESCRIPTOR.fields}
     plain["misses"] = {_reason(one.reason): one.blocks for one in stats.misses}

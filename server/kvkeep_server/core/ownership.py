@@ -24,7 +24,7 @@ _SERVED = {errno.EAGAIN, errno.EPROTOTYPE}
 
 
 class Ownership:
-    """Holds a runtime directory for this process.
+    """Holds a directory for this process: that of the sockets, or one with data.
 
     The lock is `flock`: the kernel gives it back when the holder dies, so a stale file never locks
     anybody out. The file's content (pid, server epoch) is for the message to whom comes second.
@@ -32,12 +32,16 @@ class Ownership:
     Args:
         runtime_dir: Made with mode 0700 where it is missing.
         server_epoch: Of this daemon.
+        named_by: What the operator sets to name another directory; for messages.
     """
 
-    def __init__(self, runtime_dir: Path, *, server_epoch: int) -> None:
+    def __init__(
+        self, runtime_dir: Path, *, server_epoch: int, named_by: str = "--runtime-dir"
+    ) -> None:
         """See the class; `acquire` does the work."""
         self._dir = runtime_dir
         self._server_epoch = server_epoch
+        self._named_by = named_by
         self._fd = -1
 
     def acquire(self) -> None:
@@ -50,29 +54,33 @@ class Ownership:
             self._dir.mkdir(mode=0o700, parents=True, exist_ok=True)
             status = self._dir.stat()
             if status.st_uid != os.geteuid():
-                msg = f"{self._dir} belongs to uid {status.st_uid}; name another --runtime-dir"
+                msg = f"{self._dir} belongs to uid {status.st_uid}; name another {self._named_by}"
                 raise FailedPreconditionError(msg)
             if status.st_mode & stat.S_IWOTH:
-                msg = f"{self._dir} is writable by everybody; chmod o-w it, or give --runtime-dir"
+                msg = (
+                    f"{self._dir} is writable by everybody; chmod o-w it, or give {self._named_by}"
+                )
                 raise FailedPreconditionError(msg)
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
             fd = os.open(self._dir / _LOCK_NAME, flags, 0o600)
         except OSError as error:
-            msg = f"{self._dir}: {error.strerror}; name a directory of your own with --runtime-dir"
+            msg = (
+                f"{self._dir}: {error.strerror}; name a directory of your own with {self._named_by}"
+            )
             raise FailedPreconditionError(msg) from error
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = _name_of_holder(fd)
             os.close(fd)
-            msg = f"another daemon serves {self._dir} ({holder}); stop it, or give --runtime-dir"
+            msg = f"another daemon serves {self._dir} ({holder}); stop it, or give {self._named_by}"
             raise FailedPreconditionError(msg) from None
         try:
             os.ftruncate(fd, 0)
             os.pwrite(fd, f"pid {os.getpid()}, server epoch {self._server_epoch}\n".encode(), 0)
         except OSError as error:
             os.close(fd)
-            msg = f"{self._dir}: {error.strerror}; make room, or name another --runtime-dir"
+            msg = f"{self._dir}: {error.strerror}; make room, or name another {self._named_by}"
             raise FailedPreconditionError(msg) from error
         self._fd = fd
 
@@ -84,7 +92,7 @@ class Ownership:
         """
         try:
             if not stat.S_ISSOCK(path.lstat().st_mode):
-                msg = f"{path} is not a socket; move it away, or name another --runtime-dir"
+                msg = f"{path} is not a socket; move it away, or name another {self._named_by}"
                 raise FailedPreconditionError(msg)
         except FileNotFoundError:
             return
@@ -100,9 +108,9 @@ class Ownership:
                 return
             except OSError as error:
                 if error.errno not in _SERVED:
-                    msg = f"{path}: {error.strerror}; remove it, or name another --runtime-dir"
+                    msg = f"{path}: {error.strerror}; remove it, or name another {self._named_by}"
                     raise FailedPreconditionError(msg) from error
-        msg = f"{path} is served by {holder}; stop it, or name another --runtime-dir"
+        msg = f"{path} is served by {holder}; stop it, or name another {self._named_by}"
         raise FailedPreconditionError(msg)
 
     def release(self) -> None:

@@ -21,7 +21,7 @@ from kvkeep_server.core.quantities import (
     parse_size,
 )
 
-Value = str | int | float | bool
+Value = str | int | float | bool | tuple[str, ...]
 AUTO = "auto"
 
 
@@ -149,7 +149,8 @@ class Size:
 
     def render(self, value: Value) -> str:
         """See `Kind`."""
-        return f'"{format_size(int(value))}"'
+        assert isinstance(value, int)
+        return f'"{format_size(value)}"'
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +190,8 @@ class Duration:
 
     def render(self, value: Value) -> str:
         """See `Kind`."""
-        return f'"{format_duration(float(value))}"'
+        assert isinstance(value, int | float)
+        return f'"{format_duration(value)}"'
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +224,8 @@ class Whole:
 
     def render(self, value: Value) -> str:
         """See `Kind`."""
-        return str(int(value))
+        assert isinstance(value, int)
+        return str(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +253,7 @@ class Ratio:
 
     def render(self, value: Value) -> str:
         """See `Kind`."""
+        assert isinstance(value, int | float)
         return repr(float(value))
 
 
@@ -329,6 +333,62 @@ class Directory:
 
 
 @dataclass(frozen=True, slots=True)
+class DirectoryList:
+    """Absolute paths, or none."""
+
+    most: int = 16
+    allowed: str = 'a list of at most 16 absolute paths such as ["/var/lib/kvkeep"]'
+
+    def parse(self, raw: object, memory_nbytes: int) -> tuple[str, ...]:
+        """See `Kind`."""
+        if not isinstance(raw, list | tuple):
+            raise ValueError('write a list, ["/var/lib/kvkeep"] for instance')  # noqa: TRY004
+        if len(raw) > self.most:
+            raise ValueError(f"name at most {self.most}")
+        one = Directory(nbytes_max=1024)
+        paths = tuple(one.parse(path, memory_nbytes).rstrip("/") for path in raw)
+        if "" in paths:
+            raise ValueError("write whole paths, from / on, and not / itself")
+        if len(set(paths)) < len(paths):
+            raise ValueError("name each directory once")
+        return paths
+
+    def render(self, value: Value) -> str:
+        """See `Kind`."""
+        assert isinstance(value, tuple)
+        return "[" + ", ".join(f'"{path}"' for path in value) + "]"
+
+
+@dataclass(frozen=True, slots=True)
+class DiskShare:
+    """Bytes of a file system, or a share of it; kept as it is written, since its size is known only
+    where the file system is."""
+
+    allowed: str = 'a share of the file system such as "50%" or a size such as "800GiB"'
+
+    def parse(self, raw: object, memory_nbytes: int) -> str:
+        """See `Kind`."""
+        del memory_nbytes
+        if not isinstance(raw, str):
+            raise ValueError('write a share or a size with a unit, "50%" for instance')  # noqa: TRY004
+        disk_nbytes(raw, 1 << 40)
+        return raw
+
+    def render(self, value: Value) -> str:
+        """See `Kind`."""
+        return f'"{value}"'
+
+
+def disk_nbytes(text: str, total_nbytes: int) -> int:
+    """What a `DiskShare` means on a file system of that size.
+
+    Raises:
+        ValueError: It is none; the text is the fix.
+    """
+    return Size(4 << 20, 1 << 60, 4096, share=True).parse(text, total_nbytes) or 0
+
+
+@dataclass(frozen=True, slots=True)
 class Listen:
     """An address and a port of this machine, or "" for none. No names: what they mean changes."""
 
@@ -389,4 +449,5 @@ class SocketMode:
 
     def render(self, value: Value) -> str:
         """See `Kind`."""
-        return f'"0{int(value):o}"'
+        assert isinstance(value, int)
+        return f'"0{value:o}"'

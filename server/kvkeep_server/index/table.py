@@ -6,6 +6,7 @@ anyway (no probe goes past it), else a tombstone. Only one thread writes at a ti
 or a rebuild that it waits for); clients read at any time, guarded by the row's version.
 """
 
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -43,6 +44,21 @@ _REMOVED = np.uint64(TAG_REMOVED)
 class TableFullError(Exception):
     """A row finds no place within `PROBED_BUCKETS_MAX` buckets of its home: rebuild with more
     rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where blocks are: what a row says beside its fingerprint; columns of one length.
+
+    Attributes:
+        addresses: In ram, 0 = not there.
+        generations: Of those slots, 0 = not there.
+        nvme: Locations on nvme, 0 = none.
+    """
+
+    addresses: U64
+    generations: U64
+    nvme: U64
 
 
 class IndexTable:
@@ -148,7 +164,11 @@ class IndexTable:
         return rows, absent
 
     def insert(
-        self, tags: U64, checks: U64, addresses: U64, generations: U64, ids: NDArray[np.int32]
+        self,
+        tags: U64,
+        checks: U64,
+        places: Places,
+        ids: NDArray[np.int32],
     ) -> I64:
         """Adds rows. The tags must be absent and differ from each other.
 
@@ -158,7 +178,7 @@ class IndexTable:
         bucket = home_buckets(tags, self.geometry.buckets)
         rows = self._place_apart(bucket)
         if rows is not None:
-            self._write(rows, tags, checks, addresses, generations)
+            self._write(rows, tags, checks, places)
             self.ids[rows] = ids
             return rows
         rows = np.full(len(tags), -1, np.int64)
@@ -171,7 +191,7 @@ class IndexTable:
                 self.ids[at] = ids[placed]
                 pending = np.setdiff1d(pending, placed, assume_unique=True)
             if not len(pending):
-                self._write(rows, tags, checks, addresses, generations)
+                self._write(rows, tags, checks, places)
                 return rows
             bucket[pending] = (bucket[pending] + 1) % self.geometry.buckets
         self.ids[rows[rows >= 0]] = -1
@@ -206,18 +226,27 @@ class IndexTable:
         lanes = (free_so_far[fits] == (rank[fits] + 1)[:, None]).argmax(axis=1)
         return pending[fits], wanted[fits] * BUCKET_ROWS + lanes
 
-    def _write(self, rows: I64, tags: U64, checks: U64, addresses: U64, generations: U64) -> None:
+    def _write(self, rows: I64, tags: U64, checks: U64, places: Places) -> None:
         """Fills free rows in the order that readers rely on: version odd, content, tag, version
         even."""
         self.removed_rows -= int(np.count_nonzero(self._tag[rows] == _REMOVED))
         self.live_rows += len(rows)
         self._version[rows] += np.uint32(1)
         self._check[rows] = checks
-        self._address[rows] = addresses
-        self._generation[rows] = generations
-        self._nvme[rows] = 0
+        self._put(rows, places)
         self._tag[rows] = tags
         self._version[rows] += np.uint32(1)
+
+    def move(self, rows: I64, places: Places) -> None:
+        """Says where the blocks of live rows, which differ from each other, are from now on."""
+        self._version[rows] += np.uint32(1)
+        self._put(rows, places)
+        self._version[rows] += np.uint32(1)
+
+    def _put(self, rows: I64, places: Places) -> None:
+        self._address[rows] = places.addresses
+        self._generation[rows] = places.generations
+        self._nvme[rows] = places.nvme
 
     def remove(self, rows: I64) -> None:
         """Takes rows out. They must be live and differ from each other."""
@@ -259,6 +288,10 @@ class IndexTable:
     def generation_of(self, rows: I64) -> U64:
         """Generations of these rows' addresses."""
         return self._generation[rows]
+
+    def nvme_of(self, rows: I64) -> U64:
+        """Locations on nvme, 0 where a row has none."""
+        return self._nvme[rows]
 
     def version_of(self, row: int) -> int:
         """Version of one row; even while it does not change."""

@@ -9,8 +9,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum, StrEnum
 from math import prod
+from typing import NamedTuple
 
-from kvkeep_server.core.histogram import AGE_BOUNDS_S, DURATION_BOUNDS_S
+from kvkeep_server.core.histogram import AGE_BOUNDS_S, DURATION_BOUNDS_S, HistogramValue
 from kvkeep_server.core.results import CommitStatus, MissReason, TierId
 from kvkeep_server.tiering.manager import ReadCall
 
@@ -39,6 +40,67 @@ class RowState(StrEnum):
     LIVE = "live"
     REMOVED = "removed"
     FREE = "free"
+
+
+class Reading(NamedTuple):
+    """One figure.
+
+    Attributes:
+        name: Of a metric in the catalogue.
+        labels: A value for each of its labels.
+        value: A `HistogramValue` where it is a histogram.
+    """
+
+    name: str
+    labels: tuple[str, ...]
+    value: float | HistogramValue
+
+
+class Demoted(StrEnum):
+    """What became of blocks on their way to nvme; names as in `tiering.demotion`."""
+
+    WRITTEN = "written"
+    DROPPED = "dropped"
+    FAILED = "failed"
+
+
+class Promoted(StrEnum):
+    """What became of blocks on their way from nvme; names as in `tiering.promotion`."""
+
+    READ = "read"
+    CORRUPT = "corrupt"
+    MISSED = "missed"
+    REFUSED = "refused"
+
+
+class LogEvent(StrEnum):
+    """What happened in the logs of the nvme tier; names as in `tiers.nvme.directory`."""
+
+    REINSERTED = "reinserted"
+    RECLAIMED = "reclaimed"
+    TOMBSTONES = "tombstones"
+    TOMBSTONES_LOST = "tombstones_lost"
+    SYNCS = "syncs"
+    CORRUPT = "corrupt"
+    LOST = "lost"
+    REINSERT_FAILED = "reinsert_failed"
+    READ_ERRORS = "read_errors"
+    WRITE_ERRORS = "write_errors"
+    THROTTLED = "throttled"
+    QUARANTINED = "quarantined"
+    VANISHED = "vanished"
+    UNLINK_ERRORS = "unlink_errors"
+    RECOVERED = "recovered"
+
+
+class SegmentKind(StrEnum):
+    """What a segment of the nvme tier is; names as in `tiers.nvme.segments`."""
+
+    FOUND = "found"
+    ACTIVE = "active"
+    SEALED = "sealed"
+    QUARANTINED = "quarantined"
+    SKIPPED = "skipped"
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,6 +370,59 @@ _TIERS = (
     ),
 )
 
+_NVME = (
+    Metric(
+        "kvkeep_blocks_demoted_total",
+        _COUNTER,
+        "Blocks that left ram and are on nvme still. Those that left altogether are in"
+        " `kvkeep_blocks_left_total`.",
+    ),
+    Metric("kvkeep_demotion_queue_blocks", _GAUGE, "Blocks that wait to be written to nvme."),
+    Metric("kvkeep_demotion_queue_bytes", _GAUGE, "Their payload."),
+    Metric("kvkeep_demotion_queue_limit_bytes", _GAUGE, "`nvme.queue`."),
+    Metric(
+        "kvkeep_demotion_blocks_total",
+        _COUNTER,
+        "Blocks that were to be written to nvme. `dropped`: the queue was full, so they are in ram"
+        " only; many mean that the device is too slow for what is stored.",
+        (Label("demoted", tuple(Demoted)),),
+    ),
+    Metric(
+        "kvkeep_promotion_blocks_total",
+        _COUNTER,
+        "Blocks that acquires wanted from nvme. `refused`: no room in ram, or nvme too busy or too"
+        " sick.",
+        (Label("promoted", tuple(Promoted)),),
+    ),
+    Metric("kvkeep_promotion_bytes_total", _COUNTER, "Payload that came from nvme into ram."),
+    Metric("kvkeep_promotion_units", _GAUGE, "Keys whose blocks are on their way into ram."),
+    Metric("kvkeep_nvme_payload_bytes_total", _COUNTER, "Payload that was written, once a block."),
+    Metric(
+        "kvkeep_nvme_written_bytes_total",
+        _COUNTER,
+        "Bytes that went to the devices, all told: by the payload, the write amplification.",
+    ),
+    Metric(
+        "kvkeep_nvme_events_total",
+        _COUNTER,
+        "What happened in the log: records, segments (reclaimed, quarantined, vanished) or jobs.",
+        (Label("event", tuple(LogEvent)),),
+    ),
+    Metric(
+        "kvkeep_nvme_segments",
+        _GAUGE,
+        "Segment files. `quarantined` after an error of the device, `skipped` because nothing of"
+        " them can be used.",
+        (Label("segment", tuple(SegmentKind)),),
+    ),
+    Metric("kvkeep_nvme_sick_directories", _GAUGE, "Directories that take no writes now."),
+    Metric(
+        "kvkeep_nvme_recovering",
+        _GAUGE,
+        "1 while what an earlier daemon left is put into the index.",
+    ),
+)
+
 _INDEX = (
     Metric("kvkeep_index_rows", _GAUGE, "Rows of the index.", (_label("row_state", RowState),)),
     Metric("kvkeep_index_bytes", _GAUGE, "Memory of the index and of what policies keep."),
@@ -376,7 +491,7 @@ _RPC = (
 # In the order of the reference and of the page.
 CATALOG: Mapping[str, Metric] = {
     metric.name: metric
-    for metric in (*_DAEMON, *_READS, *_COMMITS, *_TIERS, *_INDEX, *_CLIENTS, *_RPC)
+    for metric in (*_DAEMON, *_READS, *_COMMITS, *_TIERS, *_NVME, *_INDEX, *_CLIENTS, *_RPC)
 }
 
 

@@ -13,8 +13,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from kvkeep_server.core.histogram import HistogramValue
-from kvkeep_server.metrics.catalog import CATALOG, MetricKind
-from kvkeep_server.metrics.readings import Reading
+from kvkeep_server.metrics.catalog import CATALOG, MetricKind, Reading
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _STATUS = Path("/proc/self/status")

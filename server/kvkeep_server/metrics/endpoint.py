@@ -13,8 +13,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from kvkeep_server.core.clock import Clock
+from kvkeep_server.metrics.catalog import Reading
 from kvkeep_server.metrics.collector import CONTENT_TYPE, process_readings, render
-from kvkeep_server.metrics.readings import Reading, Readings
+from kvkeep_server.metrics.readings import Readings
 
 _HEAD_NBYTES_MAX = 8192
 _ACCEPT_PAUSE_S = 0.1

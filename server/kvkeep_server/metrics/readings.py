@@ -6,27 +6,15 @@ counters are the parts' own.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
-from kvkeep_server.core.histogram import Histogram, HistogramValue
-from kvkeep_server.core.results import CommitStatus, MissReason
-from kvkeep_server.metrics.catalog import PoolState, RowState, value_of
+from kvkeep_server.core.histogram import Histogram
+from kvkeep_server.core.results import CommitStatus, MissReason, TierId
+from kvkeep_server.metrics.catalog import PoolState, Reading, RowState, value_of
+from kvkeep_server.metrics.nvme_readings import nvme_readings
 from kvkeep_server.service.block_service import BlockService
-from kvkeep_server.tiers.ram.tier import RamStats, RamTier
-
-
-class Reading(NamedTuple):
-    """One figure.
-
-    Attributes:
-        name: Of a metric in the catalogue.
-        labels: A value for each of its labels.
-        value: A `HistogramValue` where it is a histogram.
-    """
-
-    name: str
-    labels: tuple[str, ...]
-    value: float | HistogramValue
+from kvkeep_server.tiering.nvme_side import LocalTiers
+from kvkeep_server.tiers.ram.tier import RamStats
 
 
 class HandoverCounts(Protocol):
@@ -77,7 +65,7 @@ class Readings:
 
     Args:
         service: Reads, commits, sessions, leases, index.
-        ram: The pool.
+        tiers: See `LocalTiers`.
         calls: Of the gRPC server.
         handover: Of the fd socket.
         loop_lag: How late the loop wakes.
@@ -92,7 +80,7 @@ class Readings:
         self,
         *,
         service: BlockService,
-        ram: RamTier,
+        tiers: LocalTiers,
         calls: CallCounts,
         handover: HandoverCounts,
         loop_lag: Histogram,
@@ -101,7 +89,8 @@ class Readings:
         """See the class."""
         self.serving = False
         self._service = service
-        self._ram = ram
+        self._ram = tiers.ram
+        self._nvme = tiers.nvme
         self._calls = calls
         self._handover = handover
         self.loop_lag = loop_lag
@@ -114,6 +103,7 @@ class Readings:
             *self._reads(),
             *self._commits(),
             *self._tier(self._ram.stats()),
+            *nvme_readings(self._nvme, self._service.manager.residency.held[TierId.NVME]),
             *self._index(),
             *self._clients(),
             *self._rpc(),
@@ -158,7 +148,8 @@ class Readings:
         for reason, blocks in residency.left.items():
             if reason is not MissReason.UNSPECIFIED:
                 yield Reading("kvkeep_blocks_left_total", (*tier, value_of(reason)), blocks)
-        yield Reading("kvkeep_tier_blocks", tier, residency.table.live_rows)
+        yield Reading("kvkeep_blocks_demoted_total", (), residency.held[TierId.RAM].demoted)
+        yield Reading("kvkeep_tier_blocks", tier, residency.held[TierId.RAM].blocks)
         yield Reading("kvkeep_tier_payload_bytes", tier, residency.payload_nbytes)
         yield Reading("kvkeep_tier_used_bytes", tier, pool.used_nbytes)
         yield Reading("kvkeep_tier_limit_bytes", tier, pool.limit_nbytes)

@@ -6,10 +6,11 @@ import importlib.metadata
 from kvkeep.v1 import admin_pb2 as pb
 from kvkeep.v1 import admin_pb2_grpc as pb_grpc
 from kvkeep_server.core.errors import InvalidArgumentError
+from kvkeep_server.core.results import TierId
 from kvkeep_server.rpc import convert
 from kvkeep_server.rpc.calls import Context, not_served, unary
 from kvkeep_server.service.block_service import BlockService
-from kvkeep_server.tiers.ram.tier import RamTier
+from kvkeep_server.tiering.nvme_side import LocalTiers, NvmeSide
 
 _PAGE_SIZE = 100
 _PAGE_SIZE_MAX = 1000
@@ -21,14 +22,15 @@ class AdminServicer(pb_grpc.AdminServicer):
 
     Args:
         service: Answers.
-        ram: For its sizes.
+        tiers: For their sizes.
         server_epoch: Of this daemon.
     """
 
-    def __init__(self, *, service: BlockService, ram: RamTier, server_epoch: int) -> None:
+    def __init__(self, *, service: BlockService, tiers: LocalTiers, server_epoch: int) -> None:
         """See the class."""
         self._service = service
-        self._ram = ram
+        self._ram = tiers.ram
+        self._nvme = tiers.nvme
         self._server_epoch = server_epoch
         self._version = importlib.metadata.version("kvkeep")
 
@@ -70,6 +72,23 @@ class AdminServicer(pb_grpc.AdminServicer):
             blocks_removed_total=service.manager.removal.counts.removed,
             blocks_corrupt_total=service.manager.removal.counts.corrupt,
             misses=convert.miss_counts(reads.missed_by()),
+            nvme=None if self._nvme is None else self._nvme_stats(self._nvme),
+        )
+
+    def _nvme_stats(self, nvme: NvmeSide) -> pb.NvmeStats:
+        manager, directories = self._service.manager, nvme.tier.stats().directories
+        held = manager.residency.held[TierId.NVME]
+        by_call = manager.counts.by_call().values()
+        return pb.NvmeStats(
+            limit_nbytes=sum(directory.max_nbytes for directory in directories),
+            used_nbytes=sum(directory.used_nbytes for directory in directories),
+            blocks=held.blocks,
+            payload_nbytes=held.nbytes,
+            blocks_hit_total=sum(counts.hits[TierId.NVME] for counts in by_call),
+            blocks_dropped_total=nvme.demotion.counts.dropped,
+            queued_blocks=nvme.demotion.queued_blocks,
+            recovering=not nvme.recovery.done,
+            sick_directories=sum(bool(directory.sick) for directory in directories),
         )
 
     def _pool(self) -> pb.PoolStats:
@@ -83,6 +102,7 @@ class AdminServicer(pb_grpc.AdminServicer):
             leased_nbytes=self._service.manager.leases.leased_nbytes,
             chunks=stats.chunks,
             huge_chunks=stats.huge_chunks,
+            blocks=self._service.manager.residency.held[TierId.RAM].blocks,
         )
 
     def _index(self) -> pb.IndexStats:

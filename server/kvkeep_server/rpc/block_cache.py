@@ -55,14 +55,15 @@ class BlockCacheServicer(pb_grpc.BlockCacheServicer):
 
     @unary
     async def Acquire(self, request: pb.AcquireRequest, context: Context) -> pb.AcquireResponse:
-        return self._calls.acquire(self._session(context), request)
+        answer = self._calls.acquire(self._session(context), request)
+        return answer if isinstance(answer, pb.AcquireResponse) else await answer
 
     @streamed
     async def Await(
         self, request: pb.AwaitRequest, context: Context
     ) -> AsyncIterator[pb.AwaitResponse]:
         self._service.require_lease(self._session(context), request.lease_id)
-        # Everything that the ram tier leases is ready at once: nothing is ever pending here.
+        # Only what is ready is leased: nothing is ever pending here.
         nothing: tuple[pb.AwaitResponse, ...] = ()
         for response in nothing:
             yield response
@@ -79,12 +80,12 @@ class BlockCacheServicer(pb_grpc.BlockCacheServicer):
     async def Commit(self, request: pb.CommitRequest, context: Context) -> pb.CommitResponse:
         running = self._calls.begin_commit(self._session(context), request)
         # A cancelled call does not stop it.
-        return convert.commit_message(await asyncio.shield(running))
+        return convert.commit_message(request, await asyncio.shield(running))
 
     @unary
     async def Remove(self, request: pb.RemoveRequest, context: Context) -> pb.RemoveResponse:
         removed = await self._calls.remove(self._session(context), request)
-        return convert.removed_message(removed)
+        return convert.removed_message(request, removed)
 
     Read = not_served("Read: bytes for clients on other hosts")
     Write = not_served("Write: bytes from clients on other hosts")

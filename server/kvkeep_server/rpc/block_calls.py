@@ -2,6 +2,7 @@
 `block_cache.proto`."""
 
 import asyncio
+from collections.abc import Awaitable
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +12,7 @@ from kvkeep.v1 import block_cache_pb2 as pb
 from kvkeep_server.rpc import convert
 from kvkeep_server.service.block_service import BlockService
 from kvkeep_server.service.sessions import Session
-from kvkeep_server.tiering.manager import ReadOrder
+from kvkeep_server.tiering.manager import Grant, ReadOrder
 from kvkeep_server.tiering.removal import Removed
 
 
@@ -59,8 +60,10 @@ class BlockCalls:
         opened, prefix = self.service.lookup(session, request.set_index, request.keys, hints)
         return convert.lookup_message(opened, prefix)
 
-    def acquire(self, session: Session, request: pb.AcquireRequest) -> pb.AcquireResponse:
-        """Acquire."""
+    def acquire(
+        self, session: Session, request: pb.AcquireRequest
+    ) -> pb.AcquireResponse | Awaitable[pb.AcquireResponse]:
+        """Acquire: at once, unless blocks have to be brought into ram."""
         life_s = self.service.manager.leases.life_s(request.lease_ttl_ms / 1000)
         order = ReadOrder(
             session.session_id,
@@ -68,11 +71,20 @@ class BlockCalls:
             request.byte_budget,
             request.skip_blocks,
             convert.hints_of(request.hints),
+            request.wait_ms / 1000,
         )
         grant, asked = self.service.acquire(
             session, request.set_index, request.keys, request.groups, order
         )
         columns = self.service.manager.residency.columns
+        if isinstance(grant, Grant):
+            return convert.grant_message(grant, asked, columns, life_s)
+        return self._late(grant, asked, life_s)
+
+    async def _late(
+        self, coming: Awaitable[Grant], asked: int, life_s: float
+    ) -> pb.AcquireResponse:
+        grant, columns = await coming, self.service.manager.residency.columns
         return convert.grant_message(grant, asked, columns, life_s)
 
     def release(self, session: Session, request: pb.ReleaseRequest) -> pb.ReleaseResponse:

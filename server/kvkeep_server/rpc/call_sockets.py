@@ -52,7 +52,7 @@ class _Call(NamedTuple):
     began_s: float
 
 
-Render = Callable[[Any], Message]
+Render = Callable[[Any, Any], Message]
 # By number: the name of each method and its request message.
 METHODS: dict[int, tuple[str, type[Message]]] = {
     session_pb2.CALL_METHOD_OPEN_NAMESPACE: ("OpenNamespace", pb.OpenNamespaceRequest),
@@ -86,7 +86,7 @@ class CallSockets:
         self.message_nbytes_max = message_nbytes_max
         self.sender: FdSender | None = None
         self.meter = meter
-        self.served: dict[str, Callable[[Session, Any], Message]] = {
+        self.served: dict[str, Callable[[Session, Any], Message | Awaitable[Message]]] = {
             "OpenNamespace": calls.open_namespace,
             "Lookup": calls.lookup,
             "Acquire": calls.acquire,
@@ -245,12 +245,14 @@ class _Connection(asyncio.Protocol):
         try:
             if name in self._sockets.begun:
                 begin, render = self._sockets.begun[name]
-                running = asyncio.ensure_future(begin(session, kind.FromString(payload)))
-                self._sockets.running.add(running)
-                running.add_done_callback(partial(self._done, call, render))
+                request = kind.FromString(payload)
+                self._go_on(call, begin(session, request), partial(render, request))
             elif name:
                 answer = self._sockets.served[name](session, kind.FromString(payload))
-                self._reply(call, grpc.StatusCode.OK, answer.SerializeToString())
+                if isinstance(answer, Message):
+                    self._reply(call, grpc.StatusCode.OK, answer.SerializeToString())
+                else:
+                    self._go_on(call, answer, _as_it_is)
             else:
                 sentence = f"call {method}: not one of CallMethod in session.proto"
                 self._reply(call, grpc.StatusCode.UNIMPLEMENTED, sentence.encode())
@@ -260,7 +262,15 @@ class _Connection(asyncio.Protocol):
         except KVKeepError as error:
             self._refuse(call, error)
 
-    def _done(self, call: _Call, render: Render, done: asyncio.Future[Any]) -> None:
+    def _go_on(self, call: _Call, work: Awaitable[Any], render: Callable[[Any], Message]) -> None:
+        """Answers when the work is done."""
+        running = asyncio.ensure_future(work)
+        self._sockets.running.add(running)
+        running.add_done_callback(partial(self._done, call, render))
+
+    def _done(
+        self, call: _Call, render: Callable[[Any], Message], done: asyncio.Future[Any]
+    ) -> None:
         self._sockets.running.discard(done)
         error = done.exception()
         if isinstance(error, KVKeepError):
@@ -288,3 +298,7 @@ class _Connection(asyncio.Protocol):
             number: int = code.value[0]
             header = HEADER.pack(len(payload), number, 0, retry_after_ms, call.call_id)
             self.transport.write(header + payload)
+
+
+def _as_it_is(answer: Message) -> Message:
+    return answer

@@ -30,7 +30,6 @@ from kvkeep_server.core.results import (
     RemovalStatus,
     StateMode,
     StopReason,
-    TierId,
 )
 from kvkeep_server.index.layout import LAYOUT_VERSION
 from kvkeep_server.service.block_service import CommitOrder
@@ -259,7 +258,7 @@ def lookup_message(opened: OpenedNamespace, prefix: Prefix) -> pb.LookupResponse
         prefix_blocks=prefix.blocks,
         prefix_tokens=min(group.prefix_tokens for group in groups),
         groups=groups,
-        runs=_runs(prefix.blocks),
+        runs=_runs(prefix),
         ended=pb.MissReason.ValueType(prefix.ended),
         evicted_age_s=_age(prefix),
     )
@@ -273,9 +272,10 @@ def grant_message(
     # Leading blocks that the caller has are not leased; they count as ready, since they are there.
     ready = grant.first + grant.leased
     status[:ready] = bytes([BlockStatus.READY]) * ready
-    status[ready : grant.prefix.blocks] = bytes([BlockStatus.DEFERRED]) * (
-        grant.prefix.blocks - ready
-    )
+    coming = ready + grant.pending
+    status[ready:coming] = bytes([BlockStatus.PENDING]) * grant.pending
+    deferred = grant.prefix.blocks - coming
+    status[coming : grant.prefix.blocks] = bytes([BlockStatus.DEFERRED]) * deferred
     return pb.AcquireResponse(
         lease_id=grant.lease.lease_id if grant.lease else 0,
         lease_ttl_ms=round(life_s * 1000) if grant.lease else 0,
@@ -291,14 +291,14 @@ def grant_message(
             )
             for space, ids in grant.columns
         ],
-        runs=_runs(grant.prefix.blocks),
+        runs=_runs(grant.prefix),
         ended=pb.MissReason.ValueType(grant.prefix.ended),
         evicted_age_s=_age(grant.prefix),
     )
 
 
-def _runs(blocks: int) -> list[pb.TierRun]:
-    return [pb.TierRun(tier=pb.TierId.ValueType(TierId.RAM), blocks=blocks)] if blocks else []
+def _runs(prefix: Prefix) -> list[pb.TierRun]:
+    return [pb.TierRun(tier=pb.TierId.ValueType(t), blocks=blocks) for t, blocks in prefix.runs]
 
 
 def _age(prefix: Prefix) -> int:
@@ -324,11 +324,12 @@ def order_of(request: pb.CommitRequest) -> CommitOrder:
         groups=[(group.group, group.positions, group.staging_offsets) for group in request.groups],
         ack_level=AckLevel(request.ack_level),
         hints=hints_of(request.hints),
+        wait_s=request.wait_ms / 1000,
     )
 
 
-def commit_message(status: NDArray[np.uint8]) -> pb.CommitResponse:
-    """Answer to Commit."""
+def commit_message(request: pb.CommitRequest, status: NDArray[np.uint8]) -> pb.CommitResponse:
+    """Answer to Commit; what did not come as far as was asked for has FAILED."""
     number = np.bincount(status, minlength=len(CommitStatus))
     stored, there = int(number[CommitStatus.STORED]), int(number[CommitStatus.ALREADY_STORED])
     return pb.CommitResponse(
@@ -336,11 +337,11 @@ def commit_message(status: NDArray[np.uint8]) -> pb.CommitResponse:
         stored=stored,
         already_stored=there,
         refused=len(status) - stored - there,
-        ack_level=pb.AckLevel.ValueType(AckLevel.RAM),
+        ack_level=request.ack_level or pb.ACK_LEVEL_RAM,
     )
 
 
-def removed_message(removed: Removed) -> pb.RemoveResponse:
+def removed_message(_: pb.RemoveRequest, removed: Removed) -> pb.RemoveResponse:
     """Answer to Remove."""
     return pb.RemoveResponse(
         removed=removed.units,

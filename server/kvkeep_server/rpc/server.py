@@ -24,7 +24,7 @@ METHODS = tuple(
     f"/{service.full_name}/{method.name}" for service in _DESCRIPTORS for method in service.methods
 )
 # Names of the health service beside ours and the overall one (the empty name).
-_TIERS = ("kvkeep.tier.ram",)
+_RAM, _NVME = "kvkeep.tier.ram", "kvkeep.tier.nvme"
 # Of an answer: 16 bytes for each key, rank and group of an Acquire, which `BlockService` bounds.
 _SENT_NBYTES_MAX = 64 << 20
 # gRPC's own limit sheds calls with CANCELLED; we refuse with RESOURCE_EXHAUSTED instead.
@@ -75,8 +75,14 @@ class Server:
 
     async def say_serving(self) -> None:
         """Health: SERVING."""
-        for name in ("", *_SERVICES, *_TIERS):
+        for name in ("", *_SERVICES, _RAM):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+
+    async def say_nvme(self, *, well: bool) -> None:
+        """Health of the nvme tier: NOT_SERVING while no directory takes writes. What is overall
+        does not change: ram serves."""
+        answer = health_pb2.HealthCheckResponse
+        await self._health.set(_NVME, answer.SERVING if well else answer.NOT_SERVING)
 
     async def say_draining(self) -> None:
         """Health: NOT_SERVING, from now on."""

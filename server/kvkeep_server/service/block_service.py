@@ -2,8 +2,8 @@
 operators."""
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Collection, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,6 +44,9 @@ _ZERO = np.uint64(0)
 _ENTRIES_MAX = 1 << 21
 # A look-up in shared memory has no limit of keys; a record that claims more than this is a lie.
 _ASKED_MAX = 1 << 24
+# Nobody waits for a slow tier longer, whatever he asks for.
+_WAIT_MAX_S = 60.0
+_NVME_WAIT_S = 1.0
 # Look-ups of clients are credited in slices, so that a full ring never holds the loop for long.
 _TOUCHES_A_DRAIN = 512
 _CHAIN_STEPS_A_DRAIN = 65536
@@ -69,6 +72,7 @@ class CommitOrder:
         groups: (group, positions packed u32, staging offsets packed u64).
         ack_level: Asked for.
         hints: For the policies.
+        wait_s: For levels above RAM: how long at most, 0 = one second.
     """
 
     set_index: int
@@ -78,6 +82,7 @@ class CommitOrder:
     groups: Sequence[tuple[int, bytes, bytes]]
     ack_level: AckLevel
     hints: Hints
+    wait_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -161,8 +166,9 @@ class BlockService:
         keys: bytes,
         groups: Sequence[int],
         order: ReadOrder,
-    ) -> tuple[Grant, int]:
-        """Leases the usable prefix; returns it and the number of keys asked for."""
+    ) -> tuple[Grant | Awaitable[Grant], int]:
+        """Leases the usable prefix, at once if it is in ram; returns it and the number of keys
+        asked for."""
         opened = self._opened(session, set_index)
         spec_groups = opened.namespace_set.spec.groups
         wanted = set(groups) if len(groups) <= len(spec_groups) else {len(spec_groups)}
@@ -175,11 +181,21 @@ class BlockService:
                     "leave it empty for all",
                 )
         batch = self._keys(opened, keys)
+        order = replace(order, wait_s=min(order.wait_s, _WAIT_MAX_S))
         grant = self.manager.acquire(opened.spaces, batch, order)
-        if groups:
-            columns = [(space, ids) for space, ids in grant.columns if space.group in wanted]
-            grant = Grant(grant.prefix, grant.lease, grant.first, grant.leased, columns)
-        return grant, len(batch)
+        if isinstance(grant, Grant):
+            return _of_groups(grant, wanted), len(batch)
+        return self._late(session, grant, wanted), len(batch)
+
+    async def _late(
+        self, session: Session, coming: Awaitable[Grant], wanted: Collection[int]
+    ) -> Grant:
+        grant = await coming
+        if session.over:
+            self.manager.leases.end_session(session.session_id)
+            msg = "the session ended while blocks were brought into ram"
+            raise TierUnavailableError(msg)
+        return _of_groups(grant, wanted)
 
     def require_lease(self, session: Session, lease_id: int) -> None:
         """Raises NotFoundError unless the session holds this lease."""
@@ -253,7 +269,9 @@ class BlockService:
     def _batch(self, session: Session, order: CommitOrder) -> CommitBatch:
         opened = self._opened(session, order.set_index)
         spec = opened.namespace_set.spec
-        if order.ack_level not in (AckLevel.UNSPECIFIED, AckLevel.RAM):
+        served = [AckLevel.UNSPECIFIED, AckLevel.RAM]
+        served += [AckLevel.NVME] if self.commits.writes_through else []
+        if order.ack_level not in served:
             msg = f"ack level {order.ack_level.name}: no such tier is configured; use RAM"
             raise FailedPreconditionError(msg)
         if order.rank not in opened.ranks:
@@ -298,7 +316,16 @@ class BlockService:
             offsets = _offsets(packed, len(keys), nbytes, session.staging.nbytes)
             groups.append(StagedGroup(opened.namespace_set.keyspaces[order.rank, group], offsets))
         parent = KeyBatch.unpack(order.parent_key, spec.key_nbytes, "parent_key")
-        return CommitBatch(opened.spaces, parent, keys, groups, session.staging.buffer, order.hints)
+        wait_s = min(order.wait_s or _NVME_WAIT_S, _WAIT_MAX_S)
+        return CommitBatch(
+            opened.spaces,
+            parent,
+            keys,
+            groups,
+            session.staging.buffer,
+            order.hints,
+            wait_s if order.ack_level is AckLevel.NVME else None,
+        )
 
     def _opened(self, session: Session, set_index: int) -> OpenedNamespace:
         if set_index not in session.opened:
@@ -345,13 +372,16 @@ class BlockService:
             self.touches.invalid += 1
             return 1
         # A record does not name what is missing, so nobody can say why it is.
-        self.manager.counts.lookup.add(asked, found, MissReason.UNSPECIFIED)
+        counts = self.manager.counts.lookup
         if not found or row == NO_ROW:
+            counts.add(asked, found, MissReason.UNSPECIFIED)
             return 1
         residency = self.manager.residency
         spaces = self.namespaces.get(set_index).spaces
         unit = residency.unit_at(row, version, spaces)
         chain = chain_to(residency.columns, unit, min(found, steps_max))
+        on_nvme = int(np.count_nonzero(~residency.columns.in_ram[chain]))
+        counts.add(asked, found, MissReason.UNSPECIFIED, on_nvme=on_nvme)
         reason = StopReason(stop) if stop <= max(StopReason) else StopReason.OTHER
         hints = Hints(reason, output, bool(sub_agent), b"", hit_tokens)
         residency.touch(chain, hints)
@@ -395,6 +425,14 @@ class BlockService:
             AssertionError: Something disagrees.
         """
         self.manager.check()
+
+
+def _of_groups(grant: Grant, wanted: Collection[int]) -> Grant:
+    """Only the columns of these groups; none named = all."""
+    if not wanted:
+        return grant
+    columns = [(space, ids) for space, ids in grant.columns if space.group in wanted]
+    return replace(grant, columns=columns)
 
 
 _FIX_GROUPS = "commit all FULL groups of a boundary together, each with one block a key"

@@ -189,6 +189,9 @@ class Namespaces:
         self._opened: list[OpenedNamespace] = []
         self._handles: dict[tuple[bytes, tuple[int, ...]], int] = {}
         self._keyspaces = 0
+        self._by_name: dict[tuple[bytes, int], Keyspace] = {}
+        # Of namespaces that lie on nvme and nobody opened yet.
+        self._found: dict[tuple[bytes, int], Keyspace] = {}
 
     def __len__(self) -> int:
         """Open handles, of which one set of ranks may have several."""
@@ -272,23 +275,62 @@ class Namespaces:
     def _keyspace(self, namespace_set: NamespaceSet, rank: int, group: int) -> Keyspace:
         keyspace = namespace_set.keyspaces.get((rank, group))
         if keyspace is None:
-            spec = namespace_set.spec.groups[group]
-            namespace_id = namespace_id_of(namespace_set.set_id, rank)
-            keyspace = Keyspace(
-                index=self._keyspaces,
-                namespace_id=namespace_id,
-                rank=rank,
-                group=group,
-                kind=spec.kind,
-                key_nbytes=namespace_set.spec.key_nbytes,
-                block_nbytes=spec.block_nbytes,
-                checksum_seed=Keyspace.seed(namespace_id, group, spec.block_nbytes),
+            groups = namespace_set.spec.groups
+            full = [number for number, g in enumerate(groups) if g.kind == GroupKind.FULL]
+            keyspace = self._named(
+                Keyspace(
+                    index=self._keyspaces,
+                    namespace_id=namespace_id_of(namespace_set.set_id, rank),
+                    rank=rank,
+                    group=group,
+                    kind=groups[group].kind,
+                    key_nbytes=namespace_set.spec.key_nbytes,
+                    block_nbytes=groups[group].block_nbytes,
+                    checksum_seed=0,
+                    set_id=namespace_set.set_id,
+                    members=len(full),
+                    member=full.index(group),
+                )
             )
-            self._keyspaces += 1
-            self._add_keyspace(keyspace)
             namespace_set.keyspaces[rank, group] = keyspace
             namespace_set.siblings.append(keyspace)
         return keyspace
+
+    def _named(self, keyspace: Keyspace) -> Keyspace:
+        """Gives a keyspace its number, which is that of what recovery found of it, and its seed."""
+        name = (keyspace.namespace_id, keyspace.group)
+        found = self._found.pop(name, None)
+        if found is not None and (found.key_nbytes, found.block_nbytes) == (
+            keyspace.key_nbytes,
+            keyspace.block_nbytes,
+        ):
+            keyspace = replace(keyspace, index=found.index, checksum_seed=found.checksum_seed)
+        else:
+            seed = Keyspace.seed(*name, keyspace.block_nbytes)
+            keyspace = replace(keyspace, index=self._keyspaces, checksum_seed=seed)
+            self._keyspaces += 1
+        self._add_keyspace(keyspace)
+        self._by_name[name] = keyspace
+        return keyspace
+
+    def by_name(self, namespace_id: bytes, group: int) -> Keyspace | None:
+        """The keyspace of this name, opened or found on nvme."""
+        return self._by_name.get((namespace_id, group))
+
+    def find_or_adopt(self, found: Keyspace) -> Keyspace | None:
+        """The keyspace of this namespace id and group, made if nobody opened it yet; of `found` the
+        number, rank and seed do not count. None when it differs from the one that is known, or
+        there are too many."""
+        name = (found.namespace_id, found.group)
+        known = self._by_name.get(name)
+        if known is not None:
+            same = (known.key_nbytes, known.block_nbytes) == (found.key_nbytes, found.block_nbytes)
+            return known if same else None
+        if self._keyspaces >= KEYSPACES_MAX:
+            return None
+        adopted = self._named(replace(found, rank=-1))
+        self._found[name] = adopted
+        return adopted
 
     def _check(self, spec: NamespaceSpec) -> None:
         _check_names(spec)

@@ -1,1 +1,2 @@
-"""Which blocks are where, and what moves them: residency, manager, transfers, leases, ghosts."""
+"""Which blocks are where, and what moves them: residency, manager, demotion, promotion,
+recovery, leases, ghosts."""

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvkeep_server.core.keys import KeyBatch
+from kvkeep_server.core.results import TierId
 from kvkeep_server.index.table import IndexTable
 from kvkeep_server.policies.eviction import EvictionPolicy
 from kvkeep_server.tiering.columns import BlockColumns
@@ -33,7 +34,8 @@ class Audit:
         policy: Who leaves next.
         keyspaces: By their index.
         find: Ids of keys of a keyspace, as look-ups have them.
-        payload_nbytes: Of all blocks, as counted.
+        held: Blocks and their payload bytes in each tier, as counted.
+        lost: Units that are about to leave, because no tier has them.
     """
 
     columns: BlockColumns
@@ -42,7 +44,8 @@ class Audit:
     policy: EvictionPolicy
     keyspaces: Sequence[Keyspace]
     find: Callable[[Keyspace, KeyBatch], I64]
-    payload_nbytes: int
+    held: Mapping[TierId, tuple[int, int]]
+    lost: frozenset[int]
 
     def whole(self) -> None:
         """Looks at everything.
@@ -68,8 +71,12 @@ class Audit:
         assert (table.ids[rows] == ids).all(), "row and id point to each other"
         assert (table.address_of(rows) == columns.address[ids]).all(), "addresses"
         assert (table.generation_of(rows) == generations).all(), "generations of rows"
-        assert (self.ram.generations(columns.address[ids]) == generations).all(), "of slots"
+        assert (table.nvme_of(rows) == columns.nvme[ids]).all(), "locations"
+        in_ram = columns.address[ids] != 0
+        of_slots = self.ram.generations(columns.address[ids[in_ram]])
+        assert (of_slots == generations[in_ram]).all(), "of slots"
         assert not (generations & np.uint64(1)).any(), "a visible block is not sealed"
+        assert (columns.in_ram[columns.unit[ids[in_ram]]]).all(), "a policy does not know"
         spaces = columns.keyspace[ids]
         for number in np.unique(spaces).tolist():
             keyspace, own = self.keyspaces[number], ids[spaces == number]
@@ -83,20 +90,25 @@ class Audit:
         AssertionError. `room` is `columns.blank()`."""
         columns = self.columns.snapshot(room)
         slabs, ram = self.ram.slabs.snapshot(), self.ram.stats()
-        live, payload, keyspaces = self.table.live_rows, self.payload_nbytes, self.keyspaces
+        live, keyspaces = self.table.live_rows, self.keyspaces
         sizes = np.array([keyspace.block_nbytes for keyspace in keyspaces], np.int64)
 
         def judge() -> None:
             ids, withdrawn = columns.in_use(), columns.withdrawn()
             assert len(ids) == live == columns.used - len(withdrawn), "rows and ids"
-            held = np.concatenate((ids, withdrawn))
+            addresses = columns.address[np.concatenate((ids, withdrawn))]
+            addresses = addresses[addresses != 0]
             # np.unique would keep the GIL for 0.3 s of a million.
-            ordered = np.sort(columns.address[held])
+            ordered = np.sort(addresses)
             assert (ordered[1:] != ordered[:-1]).all(), "two blocks in one slot"
-            assert slabs.in_use(columns.address[held]).all(), "a block in a slot that is free"
+            assert slabs.in_use(addresses).all(), "a block in a slot that is free"
             assert (columns.pins[columns.unit[withdrawn]] > 0).all(), "withdrawn, held by nobody"
-            assert int(sizes[columns.keyspace[ids]].sum()) == payload, "payload bytes"
+            for tier, place in ((TierId.RAM, columns.address), (TierId.NVME, columns.nvme)):
+                there = ids[place[ids] != 0]
+                counted = len(there), int(sizes[columns.keyspace[there]].sum())
+                assert counted == self.held[tier], f"blocks and bytes in {tier.name}"
             _judge_units(columns, ids)
+            _judge_tiers(columns, ids, self.lost)
             ram.check(slabs)
 
         return judge
@@ -120,3 +132,12 @@ def _judge_units(columns: BlockColumns, ids: I64) -> None:
     children = np.bincount(parents[parents >= 0], minlength=columns.capacity)
     assert (children[units] == columns.children[units]).all(), "child counts"
     assert (columns.pins >= 0).all(), "pins"
+
+
+def _judge_tiers(columns: BlockColumns, ids: I64, lost: frozenset[int]) -> None:
+    units = ids[columns.unit[ids] == ids]
+    gone = units[~columns.placed(units)].tolist()
+    assert set(gone) <= lost, "a unit that no tier has"
+    ram = np.zeros(columns.capacity, bool)
+    ram[columns.unit[ids[columns.address[ids] != 0]]] = True
+    assert (ram[units] == columns.in_ram[units]).all(), "units in ram"

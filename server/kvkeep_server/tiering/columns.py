@@ -6,12 +6,13 @@ reused; a free id has `row` -1.
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
 
 I64 = NDArray[np.int64]
+Mask = NDArray[np.bool_]
 
 _FIRST_CAPACITY = 1024
 _KEY_WORDS_FIRST = 4
@@ -28,9 +29,23 @@ _COLUMNS: dict[str, tuple[type[np.generic], int]] = {
     "address": (np.uint64, 0),
     "generation": (np.uint64, 0),
     "checksum": (np.uint64, 0),
+    "nvme": (np.uint64, 0),
+    "stamp": (np.uint64, 0),
     "last_used_s": (np.float64, 0),
+    "in_ram": (np.bool_, 0),
 }
-_OF_A_SNAPSHOT = ("row", "unit", "next_shard", "parent", "children", "pins", "keyspace", "address")
+_OF_A_SNAPSHOT = (
+    "row",
+    "unit",
+    "next_shard",
+    "parent",
+    "children",
+    "pins",
+    "keyspace",
+    "address",
+    "nvme",
+    "in_ram",
+)
 
 
 class BlockColumns:
@@ -44,10 +59,14 @@ class BlockColumns:
         children: Units whose parent this is. Valid at unit ids.
         pins: Leases and commits that forbid eviction. Valid at unit ids.
         keyspace: Number of the keyspace.
-        address: Of the slot in ram.
+        address: Of the slot in ram, 0 = not in ram.
         generation: Of that slot.
         checksum: Bound xxh3-64 of the payload.
+        nvme: Location of its record on nvme, 0 = none.
+        stamp: Number of that record.
         last_used_s: Monotonic seconds. Valid at unit ids.
+        in_ram: Whether the unit has a block in ram, so that the eviction policy knows it. Valid at
+            unit ids.
         key_words: Shape (capacity, words of the longest key seen), the full keys.
     """
 
@@ -61,7 +80,10 @@ class BlockColumns:
     address: NDArray[np.uint64]
     generation: NDArray[np.uint64]
     checksum: NDArray[np.uint64]
+    nvme: NDArray[np.uint64]
+    stamp: NDArray[np.uint64]
     last_used_s: NDArray[np.float64]
+    in_ram: NDArray[np.bool_]
 
     def __init__(self) -> None:
         """See the class."""
@@ -137,8 +159,46 @@ class BlockColumns:
         """Blocks that left the index and whose slots are pinned still, ascending."""
         return np.flatnonzero((self.row < 0) & (self.unit >= 0))
 
+    def blocks_of(self, units: I64) -> I64:
+        """All blocks of these units."""
+        parts, at = [], units
+        while len(at):
+            parts.append(at)
+            following = self.next_shard[at]
+            at = following[following >= 0].astype(np.int64)
+        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+    def whole(self, units: I64, has: Callable[[I64], Mask]) -> Mask:
+        """Which units have something in all of their blocks: `has` tells it of ids."""
+        told, at, places = has(units), units, np.arange(len(units))
+        while len(at):
+            following = self.next_shard[at]
+            goes_on = following >= 0
+            at, places = following[goes_on].astype(np.int64), places[goes_on]
+            told[places] &= has(at)
+        return told
+
+    def recorded(self, units: I64) -> Mask:
+        """Which units have a record of each of their blocks on nvme."""
+        return self.whole(units, lambda ids: self.nvme[ids] != 0)
+
+    def wholly_in_ram(self, units: I64) -> Mask:
+        """Which units have each of their blocks in ram."""
+        return self.whole(units, lambda ids: self.address[ids] != 0)
+
+    def placed(self, units: I64) -> Mask:
+        """Which units have each of their blocks somewhere."""
+        return self.whole(units, lambda ids: (self.nvme[ids] != 0) | (self.address[ids] != 0))
+
+    def by_chain(self, units: I64) -> tuple[I64, I64]:
+        """All blocks of units, in the order of the units, and the position of the unit of each."""
+        blocks, order = self.blocks_of(units), np.argsort(units)
+        places = order[np.searchsorted(units, self.unit[blocks], sorter=order)]
+        sort = np.argsort(places, kind="stable")
+        return blocks[sort], places[sort]
+
     def not_held(self) -> I64:
-        """Blocks whose unit is not pinned and has no pinned descendant."""
+        """Blocks in ram whose unit is not pinned and has no pinned descendant."""
         held = self.pins > 0
         # Leases pin whole prefixes, so few pinned units have a parent that is not.
         for unit in np.unique(self.parent[held]).tolist():
@@ -147,7 +207,8 @@ class BlockColumns:
                 held[up] = True
                 up = int(self.parent[up])
         ids = self.in_use()
-        return ids[~held[self.unit[ids]]]
+        free: I64 = ids[~held[self.unit[ids]] & (self.address[ids] != 0)]
+        return free
 
     def _grow(self) -> None:
         old = self.capacity

@@ -8,7 +8,8 @@ Steps and what each may refuse, per block:
 3. admit:   the admission policy;
 4. reserve: slots of the ram tier, by growth, then eviction; no room refuses the tail of the chain;
 5. copy:    in threads, from staging to the slots, checksum of the copy;
-6. publish: generations even, rows into the index, all groups of the batch together.
+6. publish: generations even, rows into the index, all groups of the batch together;
+7. demote:  queued for nvme; who asked for that level waits for it, but not for longer than he said.
 
 Until 6 nothing is visible, and leaving early (an error, a failed copy) gives the slots back.
 """
@@ -26,6 +27,7 @@ from kvkeep_server.core.keys import KeyBatch
 from kvkeep_server.core.results import CommitStatus
 from kvkeep_server.index.table import TableFullError
 from kvkeep_server.policies.admission import AdmissionPolicy
+from kvkeep_server.tiering.demotion import Demotion
 from kvkeep_server.tiering.keyspaces import Keyspace, KeyspaceSet
 from kvkeep_server.tiering.residency import Residency
 from kvkeep_server.tiering.room import RoomMaker
@@ -64,6 +66,7 @@ class CommitBatch:
         groups: FULL groups, each with a block for every key.
         staging: The session's whole staging memory.
         hints: For the policies.
+        nvme_wait_s: How long to wait until the blocks are on nvme; None = not at all.
     """
 
     spaces: KeyspaceSet
@@ -72,6 +75,7 @@ class CommitBatch:
     groups: Sequence[StagedGroup]
     staging: memoryview
     hints: Hints
+    nvme_wait_s: float | None = None
 
 
 @dataclass(slots=True)
@@ -180,7 +184,7 @@ class Commits:
         room: Finds slots and index rows.
         transfers: Copy threads.
         admission: May a block enter the ram tier?
-        now: Monotonic seconds.
+        demotion: Takes what is stored to nvme; None = there is none.
     """
 
     def __init__(
@@ -190,8 +194,10 @@ class Commits:
         room: RoomMaker,
         transfers: Transfers,
         admission: AdmissionPolicy,
+        demotion: Demotion | None = None,
     ) -> None:
         """See the class."""
+        self._demotion = demotion
         self._residency = residency
         self._room = room
         self._transfers = transfers
@@ -199,6 +205,11 @@ class Commits:
         # By keyspace and key.
         self._in_flight: dict[int, dict[bytes, asyncio.Future[None]]] = {}
         self.counts = CommitCounts()
+
+    @property
+    def writes_through(self) -> bool:
+        """Whether there is an nvme tier."""
+        return self._demotion is not None
 
     @property
     def in_flight(self) -> int:
@@ -230,6 +241,8 @@ class Commits:
                 self._announce(plan, held)
                 await self._store(plan, held)
         plan.settle_repetitions()
+        if self._demotion is not None:
+            await self._demote(self._demotion, plan)
         return plan.status
 
     # --- 1 meet
@@ -413,6 +426,33 @@ class Commits:
         self.counts.stored_nbytes += len(keys) * sum(
             batch.keyspace.block_nbytes for batch in sealed
         )
+
+    # --- 7 demote
+
+    async def _demote(self, demotion: Demotion, plan: _Plan) -> None:
+        wait_s, status = plan.batch.nvme_wait_s, plan.status
+        wanted = status == CommitStatus.STORED
+        if wait_s is not None:
+            wanted |= status == CommitStatus.ALREADY_STORED
+        units = self._units(plan, np.flatnonzero(wanted))
+        if not len(units):
+            return
+        done = demotion.offer(units)
+        if wait_s is not None:
+            await asyncio.wait([done], timeout=wait_s)
+            self._fail_what_is_not_on_nvme(plan, np.flatnonzero(wanted))
+
+    def _units(self, plan: _Plan, positions: I64) -> I64:
+        """Units of keys that are in the index still."""
+        ids = self._residency.find(plan.batch.groups[0].keyspace, plan.batch.keys)[positions]
+        return self._residency.units_of(ids[ids >= 0])
+
+    def _fail_what_is_not_on_nvme(self, plan: _Plan, positions: I64) -> None:
+        """They are in ram all the same."""
+        for group in plan.batch.groups:
+            ids = self._residency.find(group.keyspace, plan.batch.keys)[positions]
+            failed = (ids < 0) | (self._residency.columns.nvme[ids] == 0)
+            plan.status[positions[failed]] = CommitStatus.FAILED
 
 
 _PARENT_MISSING = -3

@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import xxhash
 
 from kvkeep_server.core.results import GroupKind
+from kvkeep_server.tiers.record import checksum_seed
 
 # Their numbers are u16 in the columns of blocks.
 KEYSPACES_MAX = 1 << 16
@@ -18,12 +20,15 @@ class Keyspace:
     Attributes:
         index: Dense number, counts from 0 in a server epoch.
         namespace_id: 16 bytes, `service.namespaces`.
-        rank: Flat rank.
+        rank: Flat rank, -1 as long as recovery knows the keyspace only.
         group: Index into the specification's groups.
         kind: Of the group.
         key_nbytes: Length of a key.
         block_nbytes: Payload of one block.
         checksum_seed: Binds checksums to (namespace, group, length).
+        set_id: 16 bytes that name the namespace set.
+        members: FULL groups of a rank: so many blocks of a key are stored together.
+        member: Which of them these are, from 0.
     """
 
     index: int
@@ -34,12 +39,14 @@ class Keyspace:
     key_nbytes: int
     block_nbytes: int
     checksum_seed: int
+    set_id: bytes
+    members: int
+    member: int
 
     @staticmethod
     def seed(namespace_id: bytes, group: int, block_nbytes: int) -> int:
         """`checksum_seed` of these."""
-        bound = namespace_id + group.to_bytes(4, "little") + block_nbytes.to_bytes(8, "little")
-        return xxhash.xxh3_64_intdigest(bound)
+        return checksum_seed(namespace_id, group, block_nbytes)
 
     def checksum(self, key: bytes, payload: memoryview) -> int:
         """xxh3-64 of the payload, bound to (namespace, group, key, length)."""
@@ -49,6 +56,16 @@ class Keyspace:
         """Seeds of xxh3-64 that bind a checksum to each of the keys."""
         digest, seed = xxhash.xxh3_64_intdigest, self.checksum_seed
         return [digest(key, seed) for key in keys]
+
+
+class KeyspaceBook(Protocol):
+    """Who knows keyspaces by name, also those that nobody opened yet."""
+
+    def by_name(self, namespace_id: bytes, group: int) -> Keyspace | None:
+        """The one of this name, if there is one."""
+
+    def find_or_adopt(self, found: Keyspace) -> Keyspace | None:
+        """As `by_name`, or made of what was found on nvme; None = of no use."""
 
 
 @dataclass(frozen=True, slots=True)

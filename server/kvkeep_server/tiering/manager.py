@@ -1,12 +1,14 @@
 """Which tier answers, and who makes room: look-up, acquire, and the counts of both. Commits are in
 `commits`.
 
-Only the ram tier stands behind it in this release; nvme and redis join here, and nowhere above.
+What lies on nvme only is brought into ram before it is leased; redis joins here, and nowhere above.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import asyncio
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +19,7 @@ from kvkeep_server.core.keys import KeyBatch
 from kvkeep_server.core.results import MissReason, TierId
 from kvkeep_server.tiering.keyspaces import Keyspace, KeyspaceSet
 from kvkeep_server.tiering.leases import Lease, Leases
+from kvkeep_server.tiering.promotion import Promotion
 from kvkeep_server.tiering.removal import Removal
 from kvkeep_server.tiering.residency import Residency
 
@@ -47,15 +50,17 @@ class CallCounts:
 
     calls: int = 0
     asked: int = 0
-    hits: dict[TierId, int] = field(default_factory=lambda: {TierId.RAM: 0})
+    hits: dict[TierId, int] = field(default_factory=lambda: {TierId.RAM: 0, TierId.NVME: 0})
     misses: dict[MissReason, int] = field(default_factory=lambda: dict.fromkeys(MissReason, 0))
     failed: int = 0
 
-    def add(self, asked: int, hit: int, ended: MissReason) -> None:
-        """One call over a chain of `asked` blocks whose leading `hit` are there."""
+    def add(self, asked: int, hit: int, ended: MissReason, *, on_nvme: int = 0) -> None:
+        """One call over a chain of `asked` blocks whose leading `hit` are there, `on_nvme` of them
+        there only."""
         self.calls += 1
         self.asked += asked
-        self.hits[TierId.RAM] += hit
+        self.hits[TierId.RAM] += hit - on_nvme
+        self.hits[TierId.NVME] += on_nvme
         self.misses[ended] += asked - hit
 
     def add_failed(self, asked: int) -> None:
@@ -113,11 +118,18 @@ class Prefix:
         blocks: Leading keys that are usable.
         ended: Why it ended; UNSPECIFIED when it did not.
         evicted_age_s: For EVICTED: seconds since the last use of the block that is missing.
+        runs: Which tier had how many successive blocks, when it was asked.
     """
 
     blocks: int
     ended: MissReason
     evicted_age_s: float
+    runs: tuple[tuple[TierId, int], ...] = ()
+
+    @property
+    def on_nvme(self) -> int:
+        """Blocks of the runs of nvme."""
+        return sum(blocks for tier, blocks in self.runs if tier is TierId.NVME)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +142,7 @@ class ReadOrder:
         byte_budget: Of all ranks and groups together, 0 = no limit.
         skip: Leading keys that the caller has: used, but not leased.
         hints: For the policies.
+        wait_s: How long to wait for blocks that are not in ram.
     """
 
     session_id: int
@@ -137,6 +150,7 @@ class ReadOrder:
     byte_budget: int
     skip: int
     hints: Hints
+    wait_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +161,9 @@ class Grant:
         prefix: As of a look-up.
         lease: None when no block was leased.
         first: Position of the first leased key.
-        leased: Number of leased keys, from `first` on; the rest of the prefix is deferred.
+        leased: Number of leased keys, from `first` on.
+        pending: Keys behind them that are on their way into ram; what then is left of the prefix is
+            deferred.
         columns: Keyspace and block ids of each rank and group, each `leased` long.
     """
 
@@ -155,7 +171,28 @@ class Grant:
     lease: Lease | None
     first: int
     leased: int
+    pending: int
     columns: Sequence[tuple[Keyspace, I64]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """One acquire on its way."""
+
+    spaces: KeyspaceSet
+    keys: KeyBatch
+    order: ReadOrder
+    prefix: Prefix
+
+
+def _cut(runs: Sequence[tuple[TierId, int]], blocks: int) -> tuple[tuple[TierId, int], ...]:
+    """The leading part of runs, `blocks` long; what came in meanwhile is in ram."""
+    cut, left = [], blocks
+    for tier, count in runs:
+        if left:
+            cut.append((tier, min(count, left)))
+            left -= cut[-1][1]
+    return (*cut, (TierId.RAM, left)) if left else tuple(cut)
 
 
 class TierManager:
@@ -165,10 +202,19 @@ class TierManager:
         residency: Where blocks are.
         leases: Who may read.
         removal: Takes out by name.
+        promotion: Brings blocks into ram; None = all that there is is there.
     """
 
-    def __init__(self, *, residency: Residency, leases: Leases, removal: Removal) -> None:
+    def __init__(
+        self,
+        *,
+        residency: Residency,
+        leases: Leases,
+        removal: Removal,
+        promotion: Promotion | None = None,
+    ) -> None:
         """See the class."""
+        self._promotion = promotion
         self.residency = residency
         self.leases = leases
         self.removal = removal
@@ -178,43 +224,109 @@ class TierManager:
         """Longest usable prefix; counts as a use of its blocks."""
         found = self.residency.prefix(spaces.local, keys)
         self.residency.touch(self.residency.units_of(found[0]), hints)
-        prefix = self._prefix(spaces, keys, len(found[0]))
-        self.counts.lookup.add(len(keys), prefix.blocks, prefix.ended)
+        prefix = self._prefix(spaces, keys, found)
+        self.counts.lookup.add(len(keys), prefix.blocks, prefix.ended, on_nvme=prefix.on_nvme)
         return prefix
 
-    def _prefix(self, spaces: KeyspaceSet, keys: KeyBatch, blocks: int) -> Prefix:
+    def _prefix(self, spaces: KeyspaceSet, keys: KeyBatch, found: Sequence[I64]) -> Prefix:
+        blocks = len(found[0])
+        runs = self._runs(found)
         if blocks == len(keys):
-            return Prefix(blocks, MissReason.UNSPECIFIED, 0.0)
+            return Prefix(blocks, MissReason.UNSPECIFIED, 0.0, runs)
         reasons = [self.residency.why_absent(space, keys, blocks) for space in spaces.local]
         ended, age_s = max(reasons, key=lambda reason: reason[0] != MissReason.NEVER_SEEN)
-        return Prefix(blocks, ended, age_s)
+        return Prefix(blocks, ended, age_s, runs)
 
-    def acquire(self, spaces: KeyspaceSet, keys: KeyBatch, order: ReadOrder) -> Grant:
-        """Leases the usable prefix, from `order.skip` on and up to `order.byte_budget` bytes.
+    def _in_ram(self, found: Sequence[I64]) -> NDArray[np.bool_]:
+        """Which keys have all of their blocks in ram."""
+        in_ram: NDArray[np.bool_] = self.residency.columns.address[found[0]] != 0
+        for ids in found[1:]:
+            in_ram &= self.residency.columns.address[ids] != 0
+        return in_ram
+
+    def _runs(self, found: Sequence[I64]) -> tuple[tuple[TierId, int], ...]:
+        in_ram = self._in_ram(found)
+        if in_ram.all():
+            return ((TierId.RAM, len(in_ram)),) if len(in_ram) else ()
+        edges = [0, *(np.flatnonzero(in_ram[1:] != in_ram[:-1]) + 1).tolist(), len(in_ram)]
+        return tuple(
+            (TierId.RAM if in_ram[start] else TierId.NVME, stop - start)
+            for start, stop in pairwise(edges)
+        )
+
+    def acquire(
+        self, spaces: KeyspaceSet, keys: KeyBatch, order: ReadOrder
+    ) -> Grant | Awaitable[Grant]:
+        """Leases the usable prefix, from `order.skip` on and up to `order.byte_budget` bytes: at
+        once where all of that is in ram, else after at most `order.wait_s`.
 
         Raises:
             ResourceExhaustedError: Too many leases.
         """
         found = self.residency.prefix(spaces.local, keys)
-        blocks = len(found[0])
         self.residency.touch(self.residency.units_of(found[0]), order.hints)
-        boundary_nbytes = sum(space.block_nbytes for space in spaces.local)
+        prefix = self._prefix(spaces, keys, found)
+        first, wanted = self._span(spaces, len(found[0]), order)
+        asked = _Asked(spaces, keys, order, prefix)
+        in_ram = self._in_ram([ids[first : first + wanted] for ids in found])
+        if self._promotion is None or in_ram.all():
+            return self._grant(asked, found, first, wanted, 0)
+        units = self.residency.units_of(found[0][first : first + wanted])
+        return self._promoted(self._promotion, asked, units)
+
+    @staticmethod
+    def _span(spaces: KeyspaceSet, blocks: int, order: ReadOrder) -> tuple[int, int]:
+        """First key to lease, and how many."""
         first = min(order.skip, blocks)
-        leased = blocks - first
+        wanted = blocks - first
         if order.byte_budget:
-            leased = min(leased, order.byte_budget // boundary_nbytes)
+            boundary_nbytes = sum(space.block_nbytes for space in spaces.local)
+            wanted = min(wanted, order.byte_budget // boundary_nbytes)
+        return first, wanted
+
+    async def _promoted(self, promotion: Promotion, asked: "_Asked", units: I64) -> Grant:
+        """Brings units into ram, and leases what is there when it is time."""
+        # What is in ram already must not make room for what is not.
+        self.residency.pin(units)
+        try:
+            flights = promotion.begin(units, asked.order.hints)
+            await asyncio.wait([flights], timeout=asked.order.wait_s)
+            found = self.residency.prefix(asked.spaces.local, asked.keys)
+            first, wanted = self._span(asked.spaces, len(found[0]), asked.order)
+            in_ram = self._in_ram([ids[first : first + wanted] for ids in found])
+            leased = wanted if in_ram.all() else int(in_ram.argmin())
+            prefix = self._prefix(asked.spaces, asked.keys, found)
+            if leased == wanted:
+                pending = 0
+            elif not flights.done():
+                pending = wanted - leased
+            else:
+                # It can be read, but not now: who waits for it would wait for nothing.
+                pending, found = 0, [ids[: first + leased] for ids in found]
+                prefix = Prefix(len(found[0]), MissReason.TIER_DOWN, 0.0)
+            runs = _cut(asked.prefix.runs, prefix.blocks)
+            asked = replace(asked, prefix=replace(prefix, runs=runs))
+            return self._grant(asked, found, first, leased, pending)
+        finally:
+            self.residency.unpin(units)
+
+    def _grant(
+        self, asked: "_Asked", found: Sequence[I64], first: int, leased: int, pending: int
+    ) -> Grant:
         columns = [
             (space, ids[first : first + leased])
-            for space, ids in zip(spaces.local, found, strict=True)
+            for space, ids in zip(asked.spaces.local, found, strict=True)
         ]
+        counts, count = self.counts.acquire, len(asked.keys)
+        boundary_nbytes = sum(space.block_nbytes for space in asked.spaces.local)
         try:
-            lease = self._lease(spaces, columns, leased * boundary_nbytes, order)
+            lease = self._lease(asked.spaces, columns, leased * boundary_nbytes, asked.order)
         except ResourceExhaustedError:
-            self.counts.acquire.add_failed(len(keys))
+            counts.add_failed(count)
             raise
-        prefix = self._prefix(spaces, keys, blocks)
-        self.counts.acquire.add(len(keys), blocks, prefix.ended)
-        return Grant(prefix, lease, first, leased, columns)
+        prefix = asked.prefix
+        counts.add(count, prefix.blocks, prefix.ended, on_nvme=prefix.on_nvme)
+        return Grant(prefix, lease, first, leased, pending, columns)
 
     def _lease(
         self,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvkeep_server.index.table import IndexTable
+from kvkeep_server.index.table import IndexTable, Places
 from kvkeep_server.tiering.columns import BlockColumns
 from kvkeep_server.tiering.keyspaces import Keyspace
 
@@ -50,6 +50,6 @@ def fill_table(
         starts[keyspace.index] = (np.uint64(h), np.uint64(s))
         words = columns.key_words[ids][:, : -(-keyspace.key_nbytes // 8)]
         tags, checks = table.multipliers.fingerprints(words, np.uint64(h), np.uint64(s))
-        addresses, generations = columns.address[ids], columns.generation[ids]
-        placed.append(table.insert(tags, checks, addresses, generations, ids.astype(np.int32)))
+        places = Places(columns.address[ids], columns.generation[ids], columns.nvme[ids])
+        placed.append(table.insert(tags, checks, places, ids.astype(np.int32)))
     return PreparedTable(table, starts, order, np.concatenate(placed))

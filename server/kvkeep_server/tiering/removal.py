@@ -11,18 +11,22 @@ is tried again.
 """
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvkeep_server.core.errors import TierUnavailableError
 from kvkeep_server.core.keys import KeyBatch
 from kvkeep_server.core.results import MissReason, RemovalStatus
 from kvkeep_server.tiering.keyspaces import KeyspaceSet
 from kvkeep_server.tiering.lineage import closed_part, deepest_first, descended
 from kvkeep_server.tiering.residency import Residency
 from kvkeep_server.tiering.room import RoomMaker
+from kvkeep_server.tiers.base import Blocks
+from kvkeep_server.tiers.nvme.tier import NvmeTier
 
 I64 = NDArray[np.int64]
 U8 = NDArray[np.uint8]
@@ -63,12 +67,23 @@ class Removal:
     Args:
         residency: Where the blocks are.
         room: Nothing may leave while it rebuilds the index.
+        nvme: Where records are, None = nowhere.
+        settled: Waits until what lies there is in the index: what nobody knows cannot be removed.
     """
 
-    def __init__(self, *, residency: Residency, room: RoomMaker) -> None:
+    def __init__(
+        self,
+        *,
+        residency: Residency,
+        room: RoomMaker,
+        nvme: NvmeTier | None = None,
+        settled: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
         """See the class."""
         self._residency = residency
         self._room = room
+        self._nvme = nvme
+        self._settled = settled
         self.counts = RemovalCounts()
         # Each search takes a thread and 20 bytes a block: one at a time, however many ask.
         self._searching = asyncio.Lock()
@@ -83,6 +98,10 @@ class Removal:
             keys: In any order.
             with_descendants: Whether blocks that follow one of the keys leave too; without, a key
                 that has such blocks is KEPT, unless they are named as well.
+
+        Raises:
+            TierUnavailableError: They are gone, but nvme could not write that down: they may come
+                back at a restart.
         """
 
         def find() -> I64:
@@ -93,6 +112,8 @@ class Removal:
                 units[there] = self._residency.columns.unit[blocks[there]]
             return units
 
+        if self._settled is not None:
+            await self._settled()
         return await self._take_out(
             find, MissReason.REMOVED, rounds=_ROUNDS_MAX if with_descendants else 1
         )
@@ -110,7 +131,21 @@ class Removal:
             same = (columns.row[blocks] >= 0) & (columns.generation[blocks] == generations)
             return np.where(same, columns.unit[blocks], -1).astype(np.int64)
 
-        return await self._take_out(find, MissReason.CORRUPT, rounds=_ROUNDS_MAX)
+        with contextlib.suppress(TierUnavailableError):
+            return await self._take_out(find, MissReason.CORRUPT, rounds=_ROUNDS_MAX)
+        return Removed(np.full(len(blocks), _REMOVED), len(blocks))
+
+    async def of_lost(self) -> None:
+        """Takes out the units that no tier has any more, and their descendants."""
+        residency = self._residency
+        for reason in set(residency.lost.values()):
+            units = np.array([unit for unit, why in residency.lost.items() if why is reason])
+
+            def find(units: I64 = units) -> I64:
+                lost = (residency.columns.row[units] >= 0) & ~residency.columns.placed(units)
+                return np.where(lost, units, -1)
+
+            await self._take_out(find, reason, rounds=_ROUNDS_MAX)
 
     async def _take_out(
         self, find: Callable[[], I64], reason: MissReason, *, rounds: int
@@ -128,7 +163,7 @@ class Removal:
             status[there] = _KEPT
             named = np.unique(units[there])
             leaving = closed_part(self._residency.columns, named)
-            removed += self._withdraw(leaving, reason)
+            removed += await self._withdraw(leaving, reason)
             status[there & np.isin(units, leaving)] = _REMOVED
             if len(leaving) == len(named) or not left:
                 break
@@ -139,24 +174,34 @@ class Removal:
         """Takes out these and what descends from them, leaves first, a slice at a time."""
         columns = self._residency.columns
         async with self._searching:
-            parents, generations = columns.parent.copy(), columns.generation.copy()
+            # Of the key and the bytes: who has the id later has another one.
+            parents, checksums = columns.parent.copy(), columns.checksum.copy()
             trees = await asyncio.to_thread(_trees, parents, units)
         removed = 0
         for start in range(0, len(trees), _SLICE_UNITS):
             await self._room.index_at_rest()
             some = trees[start : start + _SLICE_UNITS]
-            same = (columns.row[some] >= 0) & (columns.generation[some] == generations[some])
-            removed += self._withdraw(closed_part(columns, np.sort(some[same])), reason)
+            same = (columns.row[some] >= 0) & (columns.checksum[some] == checksums[some])
+            removed += await self._withdraw(closed_part(columns, np.sort(some[same])), reason)
             await asyncio.sleep(0)
         return removed
 
-    def _withdraw(self, units: I64, reason: MissReason) -> int:
+    async def _withdraw(self, units: I64, reason: MissReason) -> int:
+        """Out of the index at once; then nvme is told, unless its records may come back."""
+        records: list[Blocks] = []
+        if len(units) and self._nvme is not None and reason is not MissReason.EVICTED:
+            blocks_of = self._residency.columns.blocks_of(units)
+            there = blocks_of[self._residency.columns.nvme[blocks_of] != 0]
+            records = [self._residency.named(own) for own in self._residency.by_keyspace(there)]
         if len(units):
             blocks = self._residency.withdraw(units, reason)
             if reason == MissReason.CORRUPT:
                 self.counts.corrupt += blocks
-            else:
+            elif reason == MissReason.REMOVED:
                 self.counts.removed += blocks
+        for one in records:
+            assert self._nvme is not None
+            await self._nvme.remove(one)
         return len(units)
 
 

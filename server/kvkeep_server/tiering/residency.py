@@ -16,18 +16,18 @@ from numpy.typing import NDArray
 from kvkeep_server.core.clock import Clock
 from kvkeep_server.core.hints import Hints
 from kvkeep_server.core.histogram import AGE_BOUNDS_S, Histogram
-from kvkeep_server.core.keys import KeyBatch
-from kvkeep_server.core.results import MissReason
+from kvkeep_server.core.results import MissReason, TierId
 from kvkeep_server.index.layout import STATE_MOVED, STATE_STOPPED, Multipliers
-from kvkeep_server.index.table import IndexTable, TableFullError
+from kvkeep_server.index.table import IndexTable, Places, TableFullError
+from kvkeep_server.policies import NO_PARENT
 from kvkeep_server.policies.eviction import EvictionPolicy
 from kvkeep_server.tiering.audit import Audit
-from kvkeep_server.tiering.columns import BlockColumns
-from kvkeep_server.tiering.ghosts import Ghosts
-from kvkeep_server.tiering.keyspaces import Keyspace, KeyspaceSet
-from kvkeep_server.tiering.lineage import descended
+from kvkeep_server.tiering.finding import BlockFinder
+from kvkeep_server.tiering.held import Held
+from kvkeep_server.tiering.keyspaces import KeyspaceSet
+from kvkeep_server.tiering.lineage import closed_part, descended
 from kvkeep_server.tiering.rebuild import PreparedTable, fill_table
-from kvkeep_server.tiering.sealed import PARENT_BEFORE, Marks, Sealed
+from kvkeep_server.tiering.sealed import PARENT_BEFORE, Marks, Sealed, Slots
 from kvkeep_server.tiers.ram.tier import RamTier
 
 I64 = NDArray[np.int64]
@@ -52,8 +52,12 @@ class TableSettings:
     ghost_places: int = 65536
 
 
-class Residency:
+class Residency(BlockFinder):
     """The blocks of this host's local tiers.
+
+    A unit lives as long as any tier has its blocks. It is in ram as soon as one of its blocks is:
+    then the eviction policy knows it. What nvme has is prefix-closed, so a unit that leaves ram
+    stays on nvme only if its parent is there as well.
 
     Args:
         ram: The tier whose slots the rows point to; `remove` frees them there.
@@ -73,142 +77,28 @@ class Residency:
         settings: TableSettings,
     ) -> None:
         """See the class."""
-        self._ram = ram
-        self._policy = policy
-        self._clock = clock
         self._source = source
         self._settings = settings
-        self.columns = BlockColumns()
-        self._scratch = np.zeros(0, np.int32)
-        self.ghosts = Ghosts(places=settings.ghost_places)
-        self.table = self._new_table(settings.rows_initial, table_id=1)
-        self._starts: dict[int, tuple[np.uint64, np.uint64]] = {}
-        self._keyspaces: list[Keyspace] = []
-        self.payload_nbytes = 0
+        table = self._new_table(settings.rows_initial, table_id=1)
+        super().__init__(table=table, clock=clock, ghost_places=settings.ghost_places)
+        self._ram = ram
+        self._policy = policy
+        self.held = {TierId.RAM: Held(), TierId.NVME: Held()}
         self.evicted_total = 0
-        # Since the last use, blocks: of those evicted, and units: of those used again.
+        # Since the last use, blocks: of those that left ram, and units: of those used again.
         self.evicted_ages = Histogram(AGE_BOUNDS_S)
-        self.left = dict.fromkeys(MissReason, 0)
         self.reuse_ages = Histogram(AGE_BOUNDS_S)
         self.rebuilds_total = 0
-        self.collisions_total = 0
 
-    # --- keyspaces and fingerprints
+    @property
+    def payload_nbytes(self) -> int:
+        """Payload bytes of the blocks in ram."""
+        return self.held[TierId.RAM].nbytes
 
-    def add_keyspace(self, keyspace: Keyspace) -> None:
-        """Keyspaces are added in the order of their index."""
-        assert keyspace.index == len(self._keyspaces)
-        self._keyspaces.append(keyspace)
-        self.columns.widen_keys(-(-keyspace.key_nbytes // 8))
-
-    def fingerprints(self, keyspace: Keyspace, keys: KeyBatch) -> tuple[U64, U64]:
-        """Tags and checks of keys in the present table."""
-        start = self._starts.get(keyspace.index)
-        if start is None:
-            h, s = self.table.multipliers.start(
-                keyspace.namespace_id, keyspace.group, keyspace.key_nbytes
-            )
-            start = self._starts[keyspace.index] = (np.uint64(h), np.uint64(s))
-        return self.table.multipliers.fingerprints(keys.words, *start)
-
-    # --- look-up
-
-    def find(self, keyspace: Keyspace, keys: KeyBatch) -> I64:
-        """Block ids, -1 where a key is not resident. Full keys are compared."""
-        return self._identify(keyspace, keys, *self.fingerprints(keyspace, keys))[0]
-
-    def find_or_collide(
-        self, keyspace: Keyspace, keys: KeyBatch
-    ) -> tuple[I64, U64, U64, NDArray[np.bool_] | None]:
-        """Ids (-1: absent), tags, checks, and where another key holds the tag; None there = all
-        are absent."""
-        tags, checks = self.fingerprints(keyspace, keys)
-        ids, collides = self._identify(keyspace, keys, tags, checks)
-        return ids, tags, checks, collides
-
-    def _identify(
-        self, keyspace: Keyspace, keys: KeyBatch, tags: U64, checks: U64
-    ) -> tuple[I64, NDArray[np.bool_] | None]:
-        rows, collides = self.table.find(tags, checks)
-        if collides is None:
-            return rows, None
-        ids = self.table.ids[rows].astype(np.int64)
-        absent = rows < 0
-        if absent.any():
-            ids[absent] = -1
-        differs = self._differ(keyspace, keys, ids)
-        if differs is not None:
-            collides |= differs & ~absent
-        if collides.any():
-            self.collisions_total += int(np.count_nonzero(collides))
-            ids[collides] = -1
-        return ids, collides
-
-    def _differ(self, keyspace: Keyspace, keys: KeyBatch, ids: I64) -> NDArray[np.bool_] | None:
-        """Where the block of an id is not (keyspace, key); None = nowhere. At id -1: anything."""
-        spaces = self.columns.keyspace[ids]
-        stored = self.columns.key_words[ids]
-        width = keys.words.shape[1]
-        # Nearly always all are equal, which one pass over the whole array tells.
-        same_width = width == stored.shape[1]
-        differs: NDArray[np.bool_] = spaces != keyspace.index
-        if same_width and np.array_equal(stored, keys.words) and not differs.any():
-            return None
-        for i in range(width):
-            differs |= stored[:, i] != keys.words[:, i]
-        return differs
-
-    def prefix(self, keyspaces: Sequence[Keyspace], keys: KeyBatch) -> list[I64]:
-        """The leading blocks that are resident in every keyspace: one array of ids each, equally
-        long."""
-        found: list[I64] = []
-        for keyspace in keyspaces:
-            ids = self.find(keyspace, keys)
-            absent = ids < 0
-            if absent.any():
-                keys = keys.slice(0, int(absent.argmax()))
-            found.append(ids)
-        return [ids[: len(keys)] for ids in found]
-
-    def units_of(self, blocks: I64) -> I64:
-        """The units of a chain's blocks, without repetitions, in chain order.
-
-        A sane chain has no key twice; a hostile one may.
-        """
-        units = self.columns.unit[blocks].astype(np.int64)
-        place = np.arange(len(units), dtype=np.int32)
-        if len(self._scratch) < self.columns.capacity:
-            self._scratch = np.zeros(self.columns.capacity, np.int32)
-        self._scratch[units] = place
-        if (self._scratch[units] == place).all():
-            return units
-        _, first = np.unique(units, return_index=True)
-        return units[np.sort(first)]
-
-    def why_absent(
-        self, keyspace: Keyspace, keys: KeyBatch, position: int
-    ) -> tuple[MissReason, float]:
-        """Why the key at this position is not resident, and seconds since its last use (EVICTED
-        only)."""
-        tags, _ = self.fingerprints(keyspace, keys.slice(position, position + 1))
-        reason, last_used_s = self.ghosts.recall(int(tags[0]))
-        return reason, max(0.0, self._clock.monotonic_s() - last_used_s) if last_used_s else 0.0
-
-    def unit_at(self, row: int, version: int, spaces: KeyspaceSet) -> int:
-        """Unit of the block in this row, -1 unless it is one of `spaces` and the row did not change
-        since.
-
-        For what clients report; nothing of it is trusted.
-        """
-        if not 0 <= row < self.table.geometry.rows or self.table.version_of(row) != version:
-            return -1
-        block = int(self.table.ids[row])
-        if block < 0:
-            return -1
-        keyspace = int(self.columns.keyspace[block])
-        if not any(space.index == keyspace for space in spaces.local):
-            return -1
-        return int(self.columns.unit[block])
+    @property
+    def left(self) -> dict[MissReason, int]:
+        """Blocks that left ram and did not stay on nvme, by reason."""
+        return self.held[TierId.RAM].left
 
     # --- use and pins
 
@@ -222,13 +112,13 @@ class Residency:
             now = self._clock.monotonic_s()
             self.reuse_ages.add(now - self.columns.last_used_s[units])
             self.columns.last_used_s[units] = now
-            self._policy.touch(units, hints, now)
+            self._policy.touch(units[self.columns.in_ram[units]], hints, now)
 
     def pin(self, units: I64) -> None:
         """Forbids eviction until the matching `unpin`. The units differ from each other."""
         if len(units):
             pins = self.columns.pins[units]
-            idle = units[pins == 0]
+            idle = units[(pins == 0) & self.columns.in_ram[units]]
             if len(idle):
                 self._policy.pin(idle)
             self.columns.pins[units] = pins + 1
@@ -242,8 +132,9 @@ class Residency:
             idle = units[pins == 1]
             withdrawn = self.columns.row[idle] < 0
             if withdrawn.any():
-                self._free(self._blocks_of(idle[withdrawn]))
+                self._free(self.columns.blocks_of(idle[withdrawn]))
                 idle = idle[~withdrawn]
+            idle = idle[self.columns.in_ram[idle]]
             if len(idle):
                 self._policy.unpin(idle)
 
@@ -277,10 +168,12 @@ class Residency:
             new, new_parents = units, parents
             fresh = units == of_batch[0]
             if not fresh.all():
-                self._policy.touch(units[~fresh], hints, now)
+                self._policy.touch(units[~fresh & columns.in_ram[units]], hints, now)
                 new, new_parents = units[fresh], parents[fresh]
-            self._policy.insert(new, new_parents, 0, hints, now)
-            undo.callback(self._policy.remove, new)
+                parents = np.where(fresh, parents, columns.parent[units])
+            entering = ~columns.in_ram[units]
+            self._enter_ram(units[entering], parents[entering], hints)
+            undo.callback(self._leave_policy, units[entering])
             rows = self._show(sealed, ids)
             undo.pop_all()
         columns.row[ids] = rows
@@ -290,9 +183,29 @@ class Residency:
         columns.parent[new] = new_parents
         # Keys of a commit differ, so their parents do.
         columns.children[new_parents[new_parents >= 0]] += 1
-        boundary_nbytes = sum(batch.keyspace.block_nbytes for batch in sealed)
-        self.payload_nbytes += len(first.keys) * boundary_nbytes
+        self.held[TierId.RAM].add(len(ids), self.nbytes_of(ids))
         return of_batch
+
+    def _enter_ram(self, units: I64, parents: I64, hints: Hints) -> None:
+        """Tells the policy of units in chain order; it knows of no parent that is not in ram."""
+        columns = self.columns
+        columns.in_ram[units] = True
+        linked = (parents >= 0) & columns.in_ram[parents]
+        now = self._clock.monotonic_s()
+        try:
+            self._policy.insert(units, np.where(linked, parents, NO_PARENT), 0, hints, now)
+        except BaseException:
+            columns.in_ram[units] = False
+            raise
+        pinned = units[columns.pins[units] > 0]
+        if len(pinned):
+            self._policy.pin(pinned)
+
+    def _leave_policy(self, units: I64) -> None:
+        units = units[self.columns.in_ram[units]]
+        self._policy.unpin(units[self.columns.pins[units] > 0])
+        self._policy.remove(units)
+        self.columns.in_ram[units] = False
 
     def _units_of(self, batch: Sealed, siblings: KeyspaceSet, ids: I64) -> I64:
         """The unit that each block joins; a block without resident siblings begins its own."""
@@ -323,8 +236,7 @@ class Residency:
         return self.table.insert(
             _joined([mark.tags for mark in marks]),
             _joined([mark.checks for mark in marks]),
-            _joined([batch.slots.addresses for batch in sealed]),
-            _joined([batch.slots.generations for batch in sealed]),
+            self._places(ids),
             ids.astype(np.int32),
         )
 
@@ -352,60 +264,136 @@ class Residency:
         """As `remove`, of pinned units too: nobody finds them any more, and the slots of those go
         back with their last pin. Every resident child of a unit leaves with it."""
         columns, pinned = self.columns, self.columns.pins[units] > 0
-        self._policy.unpin(units[pinned])
-        blocks = self._blocks_of(units)
+        blocks = columns.blocks_of(units)
         rows = columns.row[blocks].astype(np.int64)
-        tags = self.table.tag_of(rows)
         last_used_s = columns.last_used_s[columns.unit[blocks]]
-        self.ghosts.remember(tags, last_used_s, reason)
+        self.ghosts.remember(self.table.tag_of(rows), last_used_s, reason)
         if reason is MissReason.EVICTED:
-            self.evicted_ages.add(self._clock.monotonic_s() - last_used_s)
-        self.left[reason] += len(blocks)
+            was_in_ram = columns.address[blocks] != 0
+            self.evicted_ages.add(self._clock.monotonic_s() - last_used_s[was_in_ram])
         self.table.remove(rows)
         parents = columns.parent[units]
         parents = parents[parents >= 0]
         np.subtract.at(columns.children, parents, 1)
-        self._policy.remove(units)
-        for keyspace, count in zip(
-            *np.unique(columns.keyspace[blocks], return_counts=True), strict=True
-        ):
-            self.payload_nbytes -= int(count) * self._keyspaces[int(keyspace)].block_nbytes
+        self._leave_policy(units)
+        self._count_out(TierId.RAM, blocks[columns.address[blocks] != 0], reason)
+        self._count_out(TierId.NVME, blocks[columns.nvme[blocks] != 0], reason)
         columns.row[blocks] = -1
         columns.parent[units] = -1
-        self._free(blocks if not pinned.any() else self._blocks_of(units[~pinned]))
+        for unit in units.tolist() if self.lost else ():
+            self.lost.pop(unit, None)
+        self._free(blocks if not pinned.any() else columns.blocks_of(units[~pinned]))
         return len(blocks)
+
+    def _count_out(self, tier: TierId, blocks: I64, reason: MissReason) -> None:
+        held = self.held[tier]
+        held.add(-len(blocks), -self.nbytes_of(blocks))
+        held.left[reason] += len(blocks)
 
     def _free(self, blocks: I64) -> None:
         """Slots and ids of blocks that are in the index no more."""
-        self._ram.free(self.columns.address[blocks])
+        addresses = self.columns.address[blocks]
+        self._ram.free(addresses[addresses != 0])
         self.columns.free(blocks)
 
-    def _blocks_of(self, units: I64) -> I64:
-        """All blocks of these units."""
-        parts, at = [], units
-        while len(at):
-            parts.append(at)
-            following = self.columns.next_shard[at]
-            at = following[following >= 0].astype(np.int64)
-        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+    # --- between the tiers
+
+    def record(self, blocks: I64, locations: U64, stamps: U64) -> None:
+        """Records of these blocks, which had none, or have others from now on, lie on nvme."""
+        new = blocks[self.columns.nvme[blocks] == 0]
+        self.held[TierId.NVME].add(len(new), self.nbytes_of(new))
+        self.columns.nvme[blocks] = locations
+        self.columns.stamp[blocks] = stamps
+        self._publish(blocks)
+
+    def forget(self, blocks: I64, reason: MissReason) -> None:
+        """The records of these blocks are no more. Units that no tier has whole are `lost`."""
+        blocks = blocks[self.columns.nvme[blocks] != 0]
+        self._count_out(TierId.NVME, blocks, reason)
+        self.columns.nvme[blocks] = 0
+        self.columns.stamp[blocks] = 0
+        self._publish(blocks)
+        units = np.unique(self.columns.unit[blocks]).astype(np.int64)
+        self._note_lost(units, reason)
+
+    def _note_lost(self, units: I64, reason: MissReason) -> None:
+        for unit in units[~self.columns.placed(units)].tolist():
+            self.lost.setdefault(unit, reason)
+
+    def promote(self, blocks: I64, slots: Slots, hints: Hints) -> None:
+        """Blocks of whole units, in chain order within a keyspace, lie in ram as well."""
+        columns = self.columns
+        columns.address[blocks] = slots.addresses
+        columns.generation[blocks] = slots.generations
+        self._publish(blocks)
+        self.held[TierId.RAM].add(len(blocks), self.nbytes_of(blocks))
+        units = self.units_of(blocks)
+        units = units[~columns.in_ram[units]]
+        self._enter_ram(units, columns.parent[units].astype(np.int64), hints)
+
+    def _leave_ram(self, units: I64) -> None:
+        """Unpinned units leave ram: what nvme has stays there, the rest leaves altogether. Where
+        others descend from such a unit, it is lost, and they leave with it a little later."""
+        columns = self.columns
+        parents = columns.parent[units]
+        stays = columns.recorded(units)
+        stays &= (parents < 0) | columns.recorded(np.maximum(parents, 0).astype(np.int64))
+        if not stays.all():
+            others = np.sort(units[~stays])
+            leaving = closed_part(columns, others)
+            self.evicted_total += self.remove(leaving, MissReason.EVICTED)
+            lost = np.setdiff1d(others, leaving)
+            if len(lost):
+                self._vacate(lost)
+                self.forget(columns.blocks_of(lost), MissReason.EVICTED)
+                self._note_lost(lost, MissReason.EVICTED)
+        if stays.any():
+            self.held[TierId.RAM].demoted += self._vacate(units[stays])
+
+    def _vacate(self, units: I64) -> int:
+        """Gives the slots of units back; the number of blocks."""
+        columns = self.columns
+        blocks = columns.blocks_of(units)
+        blocks = blocks[columns.address[blocks] != 0]
+        addresses = columns.address[blocks]
+        self.evicted_ages.add(self._clock.monotonic_s() - columns.last_used_s[columns.unit[blocks]])
+        self.held[TierId.RAM].add(-len(blocks), -self.nbytes_of(blocks))
+        columns.address[blocks] = 0
+        columns.generation[blocks] = 0
+        self._publish(blocks)
+        self._leave_policy(units)
+        self._ram.free(addresses)
+        return len(blocks)
+
+    def _places(self, blocks: I64) -> Places:
+        columns = self.columns
+        return Places(columns.address[blocks], columns.generation[blocks], columns.nvme[blocks])
+
+    def _publish(self, blocks: I64) -> None:
+        """Lets clients see where blocks are; not of those that left the index."""
+        blocks = blocks[self.columns.row[blocks] >= 0]
+        self.table.move(self.columns.row[blocks].astype(np.int64), self._places(blocks))
+
+    # --- who leaves ram
 
     def evict(self, count: int) -> int:
-        """Lets the policy name up to `count` units and removes them; returns how many."""
+        """Lets the policy name up to `count` units, which leave ram; returns how many."""
         victims = self._policy.victims(count, self._clock.monotonic_s())
         if len(victims):
-            self.evicted_total += self.remove(victims, MissReason.EVICTED)
+            self._leave_ram(victims)
         return len(victims)
 
     def evict_addresses(self, addresses: U64) -> None:
-        """Removes the units whose blocks lie at these addresses and all their descendants."""
+        """Takes the units whose blocks lie at these addresses out of ram, and all in ram that
+        descend from them."""
         columns = self.columns
         ids = columns.in_use()
         units = np.zeros(columns.capacity, bool)
         units[columns.unit[ids[np.isin(columns.address[ids], addresses)]]] = True
         units = descended(columns.parent, units)
-        leaving = np.flatnonzero(units & (columns.unit == np.arange(columns.capacity)))
+        leaving = np.flatnonzero(units & columns.in_ram)
         if not columns.pins[leaving].any():
-            self.evicted_total += self.remove(leaving, MissReason.EVICTED)
+            self._leave_ram(leaving)
 
     def pinned_addresses(self, addresses: U64) -> NDArray[np.bool_]:
         """Which of these slots must stay: those of a pinned unit, or of one with a pinned
@@ -440,7 +428,7 @@ class Residency:
         while True:
             table = self._new_table(rows, table_id=self.table.table_id + 1)
             try:
-                return fill_table(table, self.columns, self._keyspaces)
+                return fill_table(table, self.columns, self.keyspaces)
             except TableFullError:
                 rows *= 2
                 table.close()
@@ -452,8 +440,15 @@ class Residency:
         """Makes a built table the index. The caller has told clients of it before or does so right
         after."""
         old = self.table
-        self.columns.row[prepared.ids] = prepared.rows
-        self.table = prepared.table
+        ids, rows, table = prepared.ids, prepared.rows, prepared.table
+        self.columns.row[ids] = rows
+        # Blocks may have moved between tiers while it was built.
+        places = self._places(ids)
+        moved = table.address_of(rows) != places.addresses
+        moved |= table.generation_of(rows) != places.generations
+        moved |= table.nvme_of(rows) != places.nvme
+        self.table = table
+        self._publish(ids[moved])
         self._starts = prepared.starts
         self.ghosts.clear()
         self.rebuilds_total += 1
@@ -487,9 +482,10 @@ class Residency:
             table=self.table,
             ram=self._ram,
             policy=self._policy,
-            keyspaces=self._keyspaces,
+            keyspaces=self.keyspaces,
             find=self.find,
-            payload_nbytes=self.payload_nbytes,
+            held={tier: (held.blocks, held.nbytes) for tier, held in self.held.items()},
+            lost=frozenset(self.lost),
         )
 
 

@@ -15,7 +15,7 @@ _IDS = 4096
 
 @dataclass(frozen=True, slots=True)
 class BytesBatch:
-    """Some resident blocks, as they were when the batch was taken.
+    """Some blocks in ram, as they were when the batch was taken.
 
     Nothing is pinned: whoever finds a difference compares generations again.
 
@@ -45,7 +45,8 @@ class BytesBatch:
         end of a stretch of ids. Event loop only."""
         columns = audit.columns
         stop = min(start + _IDS, columns.capacity)
-        ids = start + np.flatnonzero(columns.row[start:stop] >= 0)
+        here = (columns.row[start:stop] >= 0) & (columns.address[start:stop] != 0)
+        ids = start + np.flatnonzero(here)
         spaces = [audit.keyspaces[number] for number in columns.keyspace[ids].tolist()]
         ends = np.cumsum([space.block_nbytes for space in spaces])
         count = max(1, int(np.searchsorted(ends, nbytes_max, side="right")))

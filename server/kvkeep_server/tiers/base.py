@@ -50,6 +50,35 @@ class RemoveStatus(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class BlockFacts:
+    """What is written beside blocks where they outlive the process: arrays of one length, in the
+    blocks' order.
+
+    Attributes:
+        parents: Key of the block before each in its chain; whatever where there is none.
+        has_parent: Whether there is one.
+        checksums: `tiers.record`'s, of each payload.
+        created_ms: When each was first stored, wall time in milliseconds.
+        last_used_ms: When each was last used.
+        retention_class: Of all of them; 1 to 24 ASCII characters.
+        boundary_id: 16 bytes. Blocks of one key and one boundary id are worth something only
+            together (all groups and ranks of a boundary).
+        boundary_members: How many blocks that are, 1 to 65535.
+        boundary_member: Which of them these are, from 0.
+    """
+
+    parents: KeyBatch
+    has_parent: NDArray[np.bool_]
+    checksums: NDArray[np.uint64]
+    created_ms: NDArray[np.uint64]
+    last_used_ms: NDArray[np.uint64]
+    retention_class: str
+    boundary_id: bytes
+    boundary_members: int
+    boundary_member: int
+
+
+@dataclass(frozen=True, slots=True)
 class Blocks:
     """A batch of blocks of one namespace and group, in chain order: everything a tier may need to
     find them.
@@ -65,6 +94,7 @@ class Blocks:
         nbytes: Size of each block.
         locations: One u64 a block, as `WriteBatch.locations` gave it; 0 = not known.
         stamps: One u64 a block, as `WriteBatch.commit` gave it.
+        facts: Needed by `WriteBatch.write` of a tier whose blocks outlive the process.
     """
 
     namespace_id: bytes
@@ -73,6 +103,7 @@ class Blocks:
     nbytes: int
     locations: NDArray[np.uint64]
     stamps: NDArray[np.uint64]
+    facts: BlockFacts | None = None
 
     def __len__(self) -> int:
         """Number of blocks."""
@@ -90,11 +121,14 @@ class WriteBatch(Protocol):
     def locations(self) -> NDArray[np.uint64]:
         """One a block that found room: the leading ones of those asked for.
 
-        All 0 in a tier that finds by name.
+        Final when `write` returned; nvme finds the place only then, so there they are 0 until then,
+        and 0 for what was not WRITTEN. All 0 in a tier that finds by name.
         """
         ...
 
-    async def write(self, blocks: Blocks, sources: Sequence[memoryview]) -> NDArray[np.uint8]:
+    async def write(
+        self, blocks: Blocks, sources: Sequence[memoryview], *, durable: bool = True
+    ) -> NDArray[np.uint8]:
         """Moves the bytes, and returns when they are as safe as this tier makes them: ram copied,
         nvme synced (fdatasync returned), redis acknowledged.
 
@@ -103,6 +137,8 @@ class WriteBatch(Protocol):
                 ignored.
             sources: The caller's; not touched any more when the call ends, also when it ends by
                 cancellation.
+            durable: False = return when the bytes can be read; the tier makes them safe behind, and
+                tells the owner of its records of those that it loses meanwhile.
 
         Returns:
             A `WriteStatus` a block. What is not WRITTEN must not be committed.

@@ -309,3 +309,18 @@ def fill(setup: Setup, packed: bytes) -> None:
     numbers = np.arange(1, words.count + 1, dtype=np.uint64)
     setup.fake.fill(np.concatenate(tags), np.concatenate(checks), numbers, numbers * 2)
     assert setup.table.find(setup.seed, words, words.count).blocks == words.count
+
+
+@pytest.mark.parametrize("missing", [0, 1, 479, 480, 481, 999])
+def test_what_is_on_nvme_ends_at_the_first_key_that_is_not(missing):
+    setup = Setup(buckets=300)
+    keys = setup.keys(1000)
+    for at, key in enumerate(keys):
+        row = setup.insert(key, address=0 if at % 2 else 5)
+        setup.fake.nvme[row] = 0 if at == missing else 1 + at
+    words = Words(b"".join(keys), 32)
+    assert setup.table.find_on_nvme(setup.seed, words, 1000) == missing
+    assert setup.table.find_on_nvme(setup.seed, words, missing // 2) == missing // 2
+    # Stored, wherever: a look-up counts them all. A copy needs ram.
+    assert setup.find(keys).blocks == 1000
+    assert setup.rows(keys)[0].blocks == 1

@@ -92,7 +92,13 @@ class Reservation:
         """The slots' bytes, writable, `nbytes` each. Made anew by each call."""
         return self._tier.pool.views(self.addresses, self.nbytes)
 
-    async def write(self, blocks: Blocks, sources: Sequence[memoryview]) -> NDArray[np.uint8]:
+    async def write(
+        self,
+        blocks: Blocks,
+        sources: Sequence[memoryview],
+        *,
+        durable: bool = True,
+    ) -> NDArray[np.uint8]:
         """See `WriteBatch`: copies in a thread."""
         assert self._open
         assert len(blocks) == len(self.addresses) == len(sources)

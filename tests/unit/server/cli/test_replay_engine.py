@@ -35,7 +35,7 @@ class FakeLease:
     """A context manager that fails at its end if the namespace says so."""
 
     def __init__(self, namespace, keys):
-        self.blocks = len(keys)
+        self.leased = len(keys)
         self._namespace = namespace
         self._keys = keys
 

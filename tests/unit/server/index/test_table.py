@@ -19,7 +19,7 @@ from kvkeep_server.index.layout import (
     TAG_REMOVED,
     Multipliers,
 )
-from kvkeep_server.index.table import IndexTable, TableFullError
+from kvkeep_server.index.table import IndexTable, Places, TableFullError
 
 
 def make_table(rows: int) -> IndexTable:
@@ -42,7 +42,8 @@ def tag_at(table: IndexTable, home: int, number: int) -> int:
 def insert(table: IndexTable, tags: list[int], first_id: int = 0) -> np.ndarray:
     values = u64(*tags)
     ids = np.arange(first_id, first_id + len(tags), dtype=np.int32)
-    return table.insert(values, values ^ u64(7), values + u64(1), values * u64(2), ids)
+    places = Places(values + u64(1), values * u64(2), values * u64(0))
+    return table.insert(values, values ^ u64(7), places, ids)
 
 
 def find(table: IndexTable, tags: list[int]) -> list[int]:
@@ -306,8 +307,7 @@ def test_a_reader_in_another_process_never_sees_a_mixed_row(spread):
         rows = table.insert(
             values,
             values ^ u64(7),
-            values + steps,
-            generations,
+            Places(values + steps, generations, values * u64(0)),
             np.arange(len(tags), dtype=np.int32),
         )
         table.remove(rows[: len(rows) // 2])

@@ -16,6 +16,7 @@ from kvkeep_server.core.histogram import DURATION_BOUNDS_S, Histogram
 from kvkeep_server.metrics.catalog import CATALOG, MetricKind
 from kvkeep_server.metrics.collector import process_readings, render
 from kvkeep_server.metrics.readings import Facts, Readings
+from kvkeep_server.tiering.nvme_side import LocalTiers
 from tests.fakes.core_harness import Harness, keys_of, spec
 from tests.fakes.scraping import Page
 
@@ -31,7 +32,7 @@ def readings_of(core, calls=None) -> Readings:
     durations = {("Admin/Stats", True): Histogram(DURATION_BOUNDS_S)}
     return Readings(
         service=core.service,
-        ram=core.ram,
+        tiers=LocalTiers(core.ram, core.nvme),
         calls=calls or SimpleNamespace(ended={("Admin/Stats", "OK"): 0}, durations=durations),
         handover=SimpleNamespace(refused_total=3, dropped_total=4),
         loop_lag=Histogram(DURATION_BOUNDS_S),

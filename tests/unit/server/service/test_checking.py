@@ -8,7 +8,7 @@ import pytest
 
 from kvkeep_server.core.errors import ResourceExhaustedError
 from kvkeep_server.core.keys import KeyBatch
-from kvkeep_server.core.results import CommitStatus, MissReason
+from kvkeep_server.core.results import CommitStatus, MissReason, TierId
 from kvkeep_server.service import checking
 from kvkeep_server.service.checking import CheckOrder
 from kvkeep_server.tiering import scrub
@@ -96,7 +96,7 @@ def plant(core, opened, keys, what):
         "row": lambda: table.remove(columns.row[[block]].astype(np.int64)),
         "parent": lambda: change(columns.parent, columns.capacity - 1),
         "children": lambda: change(columns.children, 2),
-        "payload": lambda: add(residency, "payload_nbytes", 1),
+        "payload": lambda: add(residency.held[TierId.RAM], "nbytes", 1),
         "counts": lambda: add(core.core.service.manager.counts.lookup, "asked", 1),
         "slot is free": lambda: core.core.ram.slabs.free(columns.address[[block]]),
         "two in one slot": lambda: change(columns.address, columns.address[other]),
@@ -116,7 +116,7 @@ def plant(core, opened, keys, what):
         ("row", "live rows|row and id"),
         ("parent", "without its parent"),
         ("children", "child counts"),
-        ("payload", "payload bytes"),
+        ("payload", "blocks and bytes in RAM"),
         ("counts", "missed"),
         ("slot is free", "slot that is free"),
         ("two in one slot", "two blocks in one slot|addresses"),

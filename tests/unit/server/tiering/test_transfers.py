@@ -19,7 +19,7 @@ PAGE = 4096
 
 def keyspace(nbytes):
     seed = Keyspace.seed(b"n" * 16, 0, nbytes)
-    return Keyspace(0, b"n" * 16, 0, 0, GroupKind.FULL, 32, nbytes, seed)
+    return Keyspace(0, b"n" * 16, 0, 0, GroupKind.FULL, 32, nbytes, seed, b"s" * 16, 1, 0)
 
 
 def job(nbytes, count):

@@ -13,6 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvkeep_server.config.clients import (
+    LeaseSettings,
+    LimitSettings,
+    ServerSettings,
+    SessionSettings,
+)
+from kvkeep_server.config.keys import PAGE_NBYTES, GiB, KiB, MiB
+from kvkeep_server.config.operators import LogSettings, MetricsSettings
+from kvkeep_server.config.tiers import IndexSettings, NvmeSettings, RamSettings
 from kvkeep_server.core.errors import KVKeepError
 from kvkeep_server.core.memory_limit import (
     MemoryLimit,
@@ -22,27 +31,8 @@ from kvkeep_server.core.memory_limit import (
 )
 from kvkeep_server.core.quantities import format_size, show_size
 from kvkeep_server.core.settings_file import read_settings
-from kvkeep_server.core.settings_kinds import (
-    AUTO,
-    Choice,
-    Directory,
-    Duration,
-    Flag,
-    Kind,
-    Listen,
-    Ratio,
-    Size,
-    SocketMode,
-    Value,
-    Whole,
-    nearest,
-    shown,
-)
-from kvkeep_server.policies.registry import ADMISSION, EVICTION
+from kvkeep_server.core.settings_kinds import Kind, Value, nearest, shown
 from kvkeep_server.tiers.ram.slabs import auto_slab_nbytes
-
-KiB, MiB, GiB, TiB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
-PAGE_NBYTES = 4 * KiB
 
 
 class ConfigError(KVKeepError):
@@ -58,207 +48,13 @@ class ConfigError(KVKeepError):
         self.problems = problems
 
 
-def _key(name: str, kind: Kind, default: object, meaning: str) -> Any:  # noqa: ANN401 - a field
-    return dataclasses.field(metadata={"facts": (name, kind, default, meaning)})
-
-
-@dataclass(frozen=True, slots=True)
-class ServerSettings:
-    """Where the daemon listens."""
-
-    runtime_dir: str = _key(
-        "runtime_dir",
-        Directory(),
-        "",
-        "Directory of the sockets, made with mode 0700 where it is missing. Empty:"
-        " `$XDG_RUNTIME_DIR/kvkeep`, else `/tmp/kvkeep-<uid>`.",
-    )
-    socket_mode: int = _key(
-        "socket_mode",
-        SocketMode(),
-        "0660",
-        "Permissions of both sockets. Who may connect may read and store, and call Admin.",
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class RamSettings:
-    """The ram tier."""
-
-    size_nbytes: int = _key(
-        "size",
-        Size(
-            4 * MiB,
-            16 * TiB,
-            PAGE_NBYTES,
-            share=True,
-            auto="25 % of the memory limit, at most 2GiB",
-        ),
-        AUTO,
-        "Most that the pool may hold. A share is one of the memory limit: the smallest of the"
-        " cgroup's and the host's.",
-    )
-    chunk_nbytes: int = _key(
-        "chunk",
-        Size(4 * MiB, 1 * GiB, 2 * MiB, auto="1/16 of the pool within 64MiB to 1GiB"),
-        AUTO,
-        "The pool grows by this much: one memfd, charged to the daemon when it is added.",
-    )
-    slab_nbytes: int = _key(
-        "slab",
-        Size(
-            64 * KiB,
-            256 * MiB,
-            PAGE_NBYTES,
-            auto="1/16 of the pool within 1MiB to 64MiB",
-        ),
-        AUTO,
-        "A chunk is cut into slabs, a slab into equal slots. A block is never larger than a slab.",
-    )
-    policy: str = _key("policy", Choice(tuple(EVICTION)), "lru", "Which blocks leave first.")
-    admission: str = _key(
-        "admission", Choice(tuple(ADMISSION)), "always", "Which blocks may enter."
-    )
-    huge_pages: bool = _key(
-        "huge_pages",
-        Flag(),
-        True,  # noqa: FBT003 - the value of a key, not a flag of the call
-        "Ask the kernel to back the pool and staging with huge pages, as far as it has them.",
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class IndexSettings:
-    """The shared index."""
-
-    rows_initial: int = _key(
-        "rows_initial",
-        Whole(64, 1 << 30),
-        65536,
-        "Rows of the first table, rounded up to buckets of 8. A full table moves to a larger one.",
-    )
-    load_max: float = _key(
-        "load_max", Ratio(0.25, 0.9), 0.66, "Share of rows in use at which the table moves."
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class SessionSettings:
-    """Attached clients."""
-
-    timeout_s: float = _key(
-        "timeout",
-        Duration(0.5, 3600),
-        "30s",
-        "A client that is silent for so long is ended. One that died is noticed at once.",
-    )
-    staging_nbytes: int = _key(
-        "staging",
-        Size(PAGE_NBYTES, 64 * GiB, PAGE_NBYTES, auto="64MiB, at most staging_max"),
-        AUTO,
-        "Staging ring of a session that asks for none in particular.",
-    )
-    staging_nbytes_max: int = _key(
-        "staging_max",
-        Size(PAGE_NBYTES, 64 * GiB, PAGE_NBYTES, auto="1GiB, at most staging_total_max"),
-        AUTO,
-        "Largest staging ring of one session.",
-    )
-    sessions_max: int = _key("sessions_max", Whole(1, 65536), 256, "Sessions at a time.")
-    staging_total_nbytes_max: int = _key(
-        "staging_total_max",
-        Size(
-            PAGE_NBYTES,
-            TiB,
-            PAGE_NBYTES,
-            share=True,
-            auto="half of what pool, index and process leave of the memory limit, at most 4GiB",
-        ),
-        AUTO,
-        "Staging rings of all sessions together.",
-    )
-    touch_records: int = _key(
-        "touch_records",
-        Whole(64, 1 << 20, power_of_two=True),
-        4096,
-        "Look-ups that a session's touch ring holds until the daemon drains it (64 bytes each).",
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class LeaseSettings:
-    """Leases."""
-
-    ttl_s: float = _key("ttl", Duration(0.1, 86400), "30s", "Life of a lease that asks for none.")
-    leases_max: int = _key(
-        "leases_max", Whole(1, 1 << 24), 65536, "Leases at a time, of all sessions."
-    )
-    remembered_max: int = _key(
-        "remembered_max",
-        Whole(0, 1 << 24),
-        16384,
-        "Expired leases that are remembered, so that a late Renew can tell renewed from lost.",
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class LimitSettings:
-    """Bounds of single calls."""
-
-    keys_max: int = _key("keys_max", Whole(1, 1 << 20), 32768, "Keys in one call.")
-    namespaces_max: int = _key("namespaces_max", Whole(1, 65536), 4096, "Namespace sets at a time.")
-    block_nbytes_max: int = _key(
-        "block_max",
-        Size(PAGE_NBYTES, 256 * MiB, auto="64MiB, at most one slab"),
-        AUTO,
-        "Largest block of one group and one rank.",
-    )
-    message_nbytes_max: int = _key(
-        "message_max", Size(64 * KiB, 256 * MiB), "4MiB", "Largest gRPC message, in and out."
-    )
-    commits_running_max: int = _key(
-        "commits_running_max",
-        Whole(1, 4096),
-        64,
-        "Commits at a time; above it: RESOURCE_EXHAUSTED.",
-    )
-    copy_threads: int = _key("copy_threads", Whole(1, 64), 2, "Threads that copy and checksum.")
-
-
-@dataclass(frozen=True, slots=True)
-class MetricsSettings:
-    """The Prometheus endpoint: `/metrics`, `/healthz` and `/readyz` over HTTP."""
-
-    listen: str = _key(
-        "listen",
-        Listen(),
-        "",
-        "Where it listens; empty: nowhere. Open to all who reach it, without encryption; it names"
-        " nothing that is stored.",
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class LogSettings:
-    """What is written to standard error."""
-
-    level: str = _key(
-        "level",
-        Choice(("debug", "info", "warning", "error")),
-        "info",
-        "Least level that is written.",
-    )
-    format: str = _key(
-        "format", Choice(("text", "json")), "text", "Lines for people, or one JSON object a line."
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class Settings:
     """The whole tree; a table of the file each."""
 
     server: ServerSettings
     ram: RamSettings
+    nvme: NvmeSettings
     index: IndexSettings
     sessions: SessionSettings
     leases: LeaseSettings
@@ -426,6 +222,7 @@ def _fill_auto(values: Mapping[str, Value | None], memory: MemoryLimit) -> dict[
     chunk = max(64 * MiB, min(1 * GiB, pool // 16), 2 * (filled["ram.slab"] or block))
     fill("ram.chunk", min(1 * GiB, chunk // (2 * MiB) * 2 * MiB))
     fill("ram.slab", min(filled["ram.chunk"], max(auto_slab_nbytes(pool), block + PAGE_NBYTES - 1)))
+    fill("nvme.queue", max(MiB, min(256 * MiB, pool // 8)))
     fill("limits.block_max", min(64 * MiB, filled["ram.slab"]))
     plan = MemoryPlan(pool, 0, filled["index.rows_initial"])
     fill("sessions.staging_total_max", staging_nbytes_auto(memory.nbytes, plan))

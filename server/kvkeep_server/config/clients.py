@@ -1,0 +1,112 @@
+"""Settings of what clients meet."""
+
+from dataclasses import dataclass
+
+from kvkeep_server.config.keys import PAGE_NBYTES, GiB, KiB, MiB, TiB, setting
+from kvkeep_server.core.settings_kinds import AUTO, Directory, Duration, Size, SocketMode, Whole
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """Where the daemon listens."""
+
+    runtime_dir: str = setting(
+        "runtime_dir",
+        Directory(),
+        "",
+        "Directory of the sockets, made with mode 0700 where it is missing. Empty:"
+        " `$XDG_RUNTIME_DIR/kvkeep`, else `/tmp/kvkeep-<uid>`.",
+    )
+    socket_mode: int = setting(
+        "socket_mode",
+        SocketMode(),
+        "0660",
+        "Permissions of both sockets. Who may connect may read and store, and call Admin.",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class SessionSettings:
+    """Attached clients."""
+
+    timeout_s: float = setting(
+        "timeout",
+        Duration(0.5, 3600),
+        "30s",
+        "A client that is silent for so long is ended. One that died is noticed at once.",
+    )
+    staging_nbytes: int = setting(
+        "staging",
+        Size(PAGE_NBYTES, 64 * GiB, PAGE_NBYTES, auto="64MiB, at most staging_max"),
+        AUTO,
+        "Staging ring of a session that asks for none in particular.",
+    )
+    staging_nbytes_max: int = setting(
+        "staging_max",
+        Size(PAGE_NBYTES, 64 * GiB, PAGE_NBYTES, auto="1GiB, at most staging_total_max"),
+        AUTO,
+        "Largest staging ring of one session.",
+    )
+    sessions_max: int = setting("sessions_max", Whole(1, 65536), 256, "Sessions at a time.")
+    staging_total_nbytes_max: int = setting(
+        "staging_total_max",
+        Size(
+            PAGE_NBYTES,
+            TiB,
+            PAGE_NBYTES,
+            share=True,
+            auto="half of what pool, index and process leave of the memory limit, at most 4GiB",
+        ),
+        AUTO,
+        "Staging rings of all sessions together.",
+    )
+    touch_records: int = setting(
+        "touch_records",
+        Whole(64, 1 << 20, power_of_two=True),
+        4096,
+        "Look-ups that a session's touch ring holds until the daemon drains it (64 bytes each).",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseSettings:
+    """Leases."""
+
+    ttl_s: float = setting(
+        "ttl", Duration(0.1, 86400), "30s", "Life of a lease that asks for none."
+    )
+    leases_max: int = setting(
+        "leases_max", Whole(1, 1 << 24), 65536, "Leases at a time, of all sessions."
+    )
+    remembered_max: int = setting(
+        "remembered_max",
+        Whole(0, 1 << 24),
+        16384,
+        "Expired leases that are remembered, so that a late Renew can tell renewed from lost.",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LimitSettings:
+    """Bounds of single calls."""
+
+    keys_max: int = setting("keys_max", Whole(1, 1 << 20), 32768, "Keys in one call.")
+    namespaces_max: int = setting(
+        "namespaces_max", Whole(1, 65536), 4096, "Namespace sets at a time."
+    )
+    block_nbytes_max: int = setting(
+        "block_max",
+        Size(PAGE_NBYTES, 256 * MiB, auto="64MiB, at most one slab"),
+        AUTO,
+        "Largest block of one group and one rank.",
+    )
+    message_nbytes_max: int = setting(
+        "message_max", Size(64 * KiB, 256 * MiB), "4MiB", "Largest gRPC message, in and out."
+    )
+    commits_running_max: int = setting(
+        "commits_running_max",
+        Whole(1, 4096),
+        64,
+        "Commits at a time; above it: RESOURCE_EXHAUSTED.",
+    )
+    copy_threads: int = setting("copy_threads", Whole(1, 64), 2, "Threads that copy and checksum.")

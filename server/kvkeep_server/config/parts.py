@@ -1,0 +1,120 @@
+"""The settings as plain values, for the parts that the daemon builds."""
+
+import importlib.metadata
+import platform
+import shutil
+from pathlib import Path
+
+from kvkeep_server.config import Settings
+from kvkeep_server.core.errors import InvalidArgumentError
+from kvkeep_server.core.memory_limit import read_memory_limit
+from kvkeep_server.core.quantities import show_size
+from kvkeep_server.core.settings_kinds import disk_nbytes
+from kvkeep_server.metrics.readings import Facts
+from kvkeep_server.service.sessions import SessionLimits
+from kvkeep_server.tiering.demotion import DemotionLimits
+from kvkeep_server.tiering.leases import LeaseLimits
+from kvkeep_server.tiering.nvme_side import NvmeFacts, NvmeMeans
+from kvkeep_server.tiers.nvme.segments import DirectorySettings
+from kvkeep_server.tiers.nvme.tier import NvmeSettings
+from kvkeep_server.tiers.ram.pool import PoolSettings
+
+_SEGMENTS_OPEN_MAX = 256
+_SEGMENTS_MIN = 4
+_READING_MAX_NBYTES = 256 << 20
+_WRITING_MIN_NBYTES = 64 << 20
+_SYNC_INTERVAL_S = 1.0
+_PROBE_INTERVAL_S = 1.0
+
+
+def pool_settings(settings: Settings, server_epoch: int) -> PoolSettings:
+    """Of the ram tier's pool."""
+    return PoolSettings(
+        limit_nbytes=settings.ram.size_nbytes,
+        chunk_nbytes_max=settings.ram.chunk_nbytes,
+        chunk_nbytes_min=settings.ram.slab_nbytes,
+        server_epoch=server_epoch,
+    )
+
+
+def lease_limits(settings: Settings) -> LeaseLimits:
+    """Of leases."""
+    leases = settings.leases
+    return LeaseLimits(leases.ttl_s, leases.leases_max, leases.remembered_max)
+
+
+def session_limits(settings: Settings) -> SessionLimits:
+    """Of sessions."""
+    sessions = settings.sessions
+    return SessionLimits(
+        timeout_s=sessions.timeout_s,
+        staging_nbytes=sessions.staging_nbytes,
+        staging_max_nbytes=sessions.staging_nbytes_max,
+        staging_total_max_nbytes=sessions.staging_total_nbytes_max,
+        sessions_max=sessions.sessions_max,
+    )
+
+
+def nvme_facts(settings: Settings, server_epoch: int, means: NvmeMeans) -> NvmeFacts | None:
+    """What the nvme tier is made with; None = there is none.
+
+    Raises:
+        InvalidArgumentError: A directory would hold too few segments to give any back.
+    """
+    nvme, wanted = settings.nvme, settings.nvme.directories
+    if not wanted:
+        return None
+    directories = tuple(
+        DirectorySettings(
+            path=path,
+            max_nbytes=disk_nbytes(nvme.max, _disk_of(path)),
+            segment_nbytes=nvme.segment_nbytes,
+            free_min_nbytes=nvme.free_min_nbytes,
+            open_max=_SEGMENTS_OPEN_MAX,
+        )
+        for path in wanted
+    )
+    for directory in directories:
+        if directory.max_nbytes < _SEGMENTS_MIN * directory.segment_nbytes:
+            raise InvalidArgumentError(
+                "nvme.max",
+                f"{nvme.max} ({show_size(directory.max_nbytes)} in {directory.path})",
+                f"at least {_SEGMENTS_MIN} times nvme.segment",
+                "raise it, or lower nvme.segment",
+            )
+    tier = NvmeSettings(
+        directories=directories,
+        reading_max_nbytes=_READING_MAX_NBYTES,
+        writing_max_nbytes=max(nvme.queue_nbytes, _WRITING_MIN_NBYTES),
+        sync_interval_s=_SYNC_INTERVAL_S,
+        probe_interval_s=_PROBE_INTERVAL_S,
+        server_epoch=server_epoch,
+    )
+    queue = DemotionLimits(blocks_max=nvme.queue_blocks_max, nbytes_max=nvme.queue_nbytes)
+    return NvmeFacts(tier, queue, nvme.read_threads, means)
+
+
+def _disk_of(path: str) -> int:
+    """Size of the file system on which a directory lies, or will."""
+    there = Path(path)
+    while not there.exists():
+        there = there.parent
+    return shutil.disk_usage(there).total
+
+
+def metric_facts(settings: Settings) -> Facts:
+    """What the metrics say of this release and its settings."""
+    limits = {
+        "kvkeep_memory_limit_bytes": read_memory_limit().nbytes,
+        "kvkeep_commits_running_limit": settings.limits.commits_running_max,
+        "kvkeep_sessions_limit": settings.sessions.sessions_max,
+        "kvkeep_staging_limit_bytes": settings.sessions.staging_total_nbytes_max,
+        "kvkeep_namespaces_limit": settings.limits.namespaces_max,
+        "kvkeep_leases_limit": settings.leases.leases_max,
+    }
+    ram = settings.ram
+    return Facts(
+        build=(importlib.metadata.version("kvkeep"), platform.python_version()),
+        config=(ram.policy, ram.admission, str(ram.huge_pages).lower()),
+        limits=limits,
+    )

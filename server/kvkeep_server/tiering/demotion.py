@@ -1,0 +1,313 @@
+"""Write-through: what was committed goes to nvme, straight from its slots in ram.
+
+A bounded queue of units, pinned meanwhile, so that their slots stay; when it is full, units are
+left out and counted: they live in ram only, until a later unit of their chain takes them along. One
+batch at a time is written and synced, so whoever has a location in the index is on the medium.
+What is written is prefix-closed: a unit counts only when its parent does.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvkeep_server.core.errors import KVKeepError
+from kvkeep_server.core.keys import KeyBatch
+from kvkeep_server.tiering.keyspaces import Keyspace
+from kvkeep_server.tiering.residency import Residency
+from kvkeep_server.tiers.base import BlockFacts, Blocks, WriteStatus
+from kvkeep_server.tiers.nvme.batch import NvmeBatch
+from kvkeep_server.tiers.nvme.tier import NvmeTier
+from kvkeep_server.tiers.ram.tier import RamTier
+
+I64 = NDArray[np.int64]
+U64 = NDArray[np.uint64]
+Mask = NDArray[np.bool_]
+
+RETENTION_CLASS = "default"
+# Written and synced at once, at most: a sync costs as much as 1 to 4 MiB of writing.
+_BATCH_NBYTES = 16 << 20
+# A disk without room is asked again after a while, a few times: reclaim is at it.
+_RETRY_S = 0.05
+_TRIES_MAX = 20
+
+
+@dataclass(frozen=True, slots=True)
+class DemotionLimits:
+    """Of the queue, all units in it together.
+
+    Attributes:
+        blocks_max: Blocks.
+        nbytes_max: Their payload.
+    """
+
+    blocks_max: int
+    nbytes_max: int
+
+
+@dataclass(slots=True)
+class DemotionCounts:
+    """Blocks since the start.
+
+    Attributes:
+        written: On nvme now, or once.
+        dropped: That the full queue left out.
+        failed: That nvme did not take.
+    """
+
+    written: int = 0
+    dropped: int = 0
+    failed: int = 0
+
+
+@dataclass(slots=True)
+class _Queued:
+    """Units of one commit, root to tail; pinned.
+
+    Attributes:
+        units: Ids.
+        nbytes: Payload of all their blocks.
+        blocks: Number of those.
+        done: Set when they are written, or given up.
+    """
+
+    units: I64
+    nbytes: int
+    blocks: int
+    done: asyncio.Future[None]
+
+
+class Demotion:
+    """Event loop only; `run` goes on in a task.
+
+    Args:
+        residency: Whose units.
+        ram: Where their bytes are.
+        nvme: Where they go.
+        note: Told of blocks, locations and stamps that are on the medium.
+        limits: Of the queue.
+    """
+
+    def __init__(
+        self,
+        *,
+        residency: Residency,
+        ram: RamTier,
+        nvme: NvmeTier,
+        note: Callable[[I64, U64, U64], None],
+        limits: DemotionLimits,
+    ) -> None:
+        """See the class."""
+        self._residency = residency
+        self._ram = ram
+        self._nvme = nvme
+        self._note = note
+        self.limits = limits
+        self._queue: deque[_Queued] = deque()
+        self._queued_units: set[int] = set()
+        self._work = asyncio.Event()
+        self.counts = DemotionCounts()
+        self.queued_blocks = 0
+        self.queued_nbytes = 0
+
+    # --- in
+
+    def offer(self, units: I64) -> "asyncio.Future[None]":
+        """Takes units of a chain, root to tail, those that are there already left out; and before
+        them their ancestors that an earlier full queue left out.
+
+        Returns:
+            Done when they are written, or never will be; `recorded` of the columns tells.
+        """
+        units = self._missing(units)
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        blocks = self._residency.columns.blocks_of(units)
+        nbytes = self._residency.nbytes_of(blocks)
+        if not self._has_room(len(blocks), nbytes):
+            self.counts.dropped += len(blocks)
+            done.set_result(None)
+            return done
+        if not len(units) and not self._queued_units:
+            done.set_result(None)
+            return done
+        # None left: they are queued already, and this is done when what is queued before it is.
+        self._residency.pin(units)
+        self._queued_units.update(units.tolist())
+        self._queue.append(_Queued(units, nbytes, len(blocks), done))
+        self.queued_blocks += len(blocks)
+        self.queued_nbytes += nbytes
+        self._work.set()
+        return done
+
+    async def settle(self) -> None:
+        """Waits until all that is queued now is written, or given up."""
+        await self.offer(np.empty(0, np.int64))
+
+    def _has_room(self, blocks: int, nbytes: int) -> bool:
+        if not self._queue:
+            return True
+        return (
+            self.queued_blocks + blocks <= self.limits.blocks_max
+            and self.queued_nbytes + nbytes <= self.limits.nbytes_max
+        )
+
+    def _missing(self, units: I64) -> I64:
+        """Those in ram that have no record and are not queued, with ancestors of the first."""
+        columns = self._residency.columns
+        above: list[int] = []
+        at = int(columns.parent[units[0]]) if len(units) else -1
+        while at >= 0 and len(above) < self.limits.blocks_max:
+            if at in self._queued_units or columns.recorded(np.array([at]))[0]:
+                break
+            above.append(at)
+            at = int(columns.parent[at])
+        units = np.concatenate((np.array(above[::-1], np.int64), units))
+        wanted = (columns.row[units] >= 0) & columns.in_ram[units] & ~columns.recorded(units)
+        queued = self._queued_units
+        wanted &= np.array([unit not in queued for unit in units.tolist()], bool)
+        return units[wanted]
+
+    # --- out
+
+    async def run(self) -> None:
+        """Writes what is queued, until it is cancelled."""
+        while True:
+            await self._work.wait()
+            self._work.clear()
+            await self.flush()
+
+    async def flush(self) -> None:
+        """Writes all that is queued now. One call at a time."""
+        while self._queue:
+            entries = list(self._take())
+            try:
+                await self._write(np.concatenate([entry.units for entry in entries]))
+            finally:
+                for entry in entries:
+                    self._end(entry)
+
+    def _take(self) -> Iterator[_Queued]:
+        """The next commits, up to a batch."""
+        nbytes = 0
+        while self._queue and (not nbytes or nbytes + self._queue[0].nbytes <= _BATCH_NBYTES):
+            nbytes += self._queue[0].nbytes
+            yield self._queue.popleft()
+
+    def _end(self, entry: _Queued) -> None:
+        self.queued_blocks -= entry.blocks
+        self.queued_nbytes -= entry.nbytes
+        self._queued_units.difference_update(entry.units.tolist())
+        self._residency.unpin(entry.units)
+        if not entry.done.done():
+            entry.done.set_result(None)
+
+    async def _write(self, units: I64) -> None:
+        """Units root to tail, in pieces: what one refuses is not tried with the next."""
+        columns, tries = self._residency.columns, 0
+        while len(units) and tries < _TRIES_MAX:
+            units = units[(columns.row[units] >= 0) & columns.in_ram[units]]
+            piece = units[: self._fitting(units)]
+            try:
+                written = await self._write_piece(piece)
+            except (KVKeepError, OSError):
+                break
+            if not written:
+                tries += 1
+                await asyncio.sleep(_RETRY_S)
+                continue
+            tries = 0
+            units = units[~columns.recorded(units)]
+        units = units[columns.row[units] >= 0]
+        self.counts.failed += len(columns.blocks_of(units))
+
+    def _fitting(self, units: I64) -> int:
+        """How many units make a batch, at least one."""
+        columns, total = self._residency.columns, 0
+        for place, unit in enumerate(units.tolist()):
+            total += self._residency.nbytes_of(columns.blocks_of(np.array([unit])))
+            if place and total > _BATCH_NBYTES:
+                return place
+        return len(units)
+
+    async def _write_piece(self, units: I64) -> int:
+        """One batch a keyspace, all synced; makes those units known that are written whole, behind
+        parents that are. Returns their number."""
+        # Root to tail in each keyspace: a prefix is read back in few calls.
+        columns = self._residency.columns
+        blocks, _ = columns.by_chain(units)
+        blocks = blocks[columns.nvme[blocks] == 0]
+        with ExitStack() as held:
+            running = []
+            for own in self._residency.by_keyspace(blocks):
+                keyspace = self._residency.keyspace_of(int(own[0]))
+                batch = held.enter_context(self._nvme.reserve(keyspace.block_nbytes, len(own)))
+                running.append((batch, own[: len(batch.locations)]))
+            jobs = [self._write_batch(batch, own) for batch, own in running]
+            statuses = await asyncio.gather(*jobs, return_exceptions=True)
+            written = []
+            for (_, own), status in zip(running, statuses, strict=True):
+                if isinstance(status, BaseException):
+                    raise status
+                written.append(own[status == WriteStatus.WRITTEN])
+            kept = self._closed(units, np.concatenate(written))
+            kept_blocks = np.intersect1d(columns.blocks_of(kept), np.concatenate(written))
+            for batch, own in running:
+                self._commit(batch, own, np.isin(own, kept_blocks))
+        self.counts.written += len(kept_blocks)
+        return len(kept)
+
+    async def _write_batch(self, batch: NvmeBatch, blocks: I64) -> NDArray[np.uint8]:
+        columns = self._residency.columns
+        if not len(blocks):
+            return np.empty(0, np.uint8)
+        keyspace = self._residency.keyspace_of(int(blocks[0]))
+        views = [
+            self._ram.view(address, keyspace.block_nbytes)
+            for address in columns.address[blocks].tolist()
+        ]
+        return await batch.write(self._named(keyspace, blocks), views)
+
+    def _closed(self, units: I64, written: I64) -> I64:
+        """Of the units, root to tail: those in the index, whole on nvme with the blocks that were
+        written, and with such a parent."""
+        columns = self._residency.columns
+        whole = columns.whole(units, lambda ids: (columns.nvme[ids] != 0) | np.isin(ids, written))
+        whole &= columns.row[units] >= 0
+        parents = columns.parent[units].astype(np.int64)
+        there = (parents < 0) | columns.recorded(np.maximum(parents, 0))
+        kept: dict[int, None] = {}
+        rows = zip(units.tolist(), parents.tolist(), whole.tolist(), there.tolist(), strict=True)
+        for unit, parent, is_whole, is_there in rows:
+            if is_whole and (is_there or parent in kept):
+                kept[unit] = None
+        return np.array(list(kept), np.int64)
+
+    def _commit(self, batch: NvmeBatch, blocks: I64, kept: Mask) -> None:
+        stamps = batch.commit(kept)
+        if len(stamps):
+            self._note(blocks[kept], batch.locations[kept], stamps)
+
+    def _named(self, keyspace: Keyspace, blocks: I64) -> Blocks:
+        """What is written beside the blocks."""
+        columns, residency = self._residency.columns, self._residency
+        units = columns.unit[blocks]
+        parents = columns.parent[units]
+        width = -(-keyspace.key_nbytes // 8)
+        now_ms = self._nvme.now_ms()
+        ages_ms = (residency.now_s() - columns.last_used_s[units]) * 1000
+        facts = BlockFacts(
+            parents=KeyBatch(columns.key_words[parents][:, :width], keyspace.key_nbytes),
+            has_parent=parents >= 0,
+            checksums=columns.checksum[blocks],
+            created_ms=np.full(len(blocks), now_ms, np.uint64),
+            last_used_ms=np.maximum(now_ms - ages_ms, 0).astype(np.uint64),
+            retention_class=RETENTION_CLASS,
+            boundary_id=keyspace.set_id,
+            boundary_members=keyspace.members,
+            boundary_member=keyspace.member,
+        )
+        return replace(residency.named(blocks), facts=facts)

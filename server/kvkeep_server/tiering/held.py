@@ -1,0 +1,27 @@
+"""How much each tier holds, and what left it."""
+
+from dataclasses import dataclass, field
+
+from kvkeep_server.core.results import MissReason
+
+
+@dataclass(slots=True)
+class Held:
+    """What one tier holds.
+
+    Attributes:
+        blocks: Now.
+        nbytes: Their payload.
+        left: Blocks that left since the start, by reason.
+        demoted: Of ram: blocks that left and are on nvme still.
+    """
+
+    blocks: int = 0
+    nbytes: int = 0
+    left: dict[MissReason, int] = field(default_factory=lambda: dict.fromkeys(MissReason, 0))
+    demoted: int = 0
+
+    def add(self, blocks: int, nbytes: int) -> None:
+        """So many more; negative: fewer."""
+        self.blocks += blocks
+        self.nbytes += nbytes

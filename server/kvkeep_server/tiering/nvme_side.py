@@ -1,0 +1,164 @@
+"""All that a daemon with an nvme tier has beside one without: wired, started, drained."""
+
+import asyncio
+import logging
+import random
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvkeep_server.core.clock import Clock
+from kvkeep_server.core.errors import KVKeepError
+from kvkeep_server.policies.reinsertion.used import UsedReinsertion
+from kvkeep_server.tiering.demotion import Demotion, DemotionLimits
+from kvkeep_server.tiering.keyspaces import KeyspaceBook
+from kvkeep_server.tiering.lineage import deepest_first
+from kvkeep_server.tiering.promotion import Promotion
+from kvkeep_server.tiering.records import Records
+from kvkeep_server.tiering.recovery import Recovery
+from kvkeep_server.tiering.removal import Removal
+from kvkeep_server.tiering.residency import Residency
+from kvkeep_server.tiering.room import RoomMaker
+from kvkeep_server.tiers.nvme.files import Files
+from kvkeep_server.tiers.nvme.tier import NvmeSettings, NvmeTier
+from kvkeep_server.tiers.ram.tier import RamTier
+
+_WRITE_THREADS = 4
+_SWEEP_S = 0.05
+# Offered to the queue at once while draining.
+_DRAINED_UNITS = 256
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class NvmeMeans:
+    """What it takes from the world: file systems, time, chance."""
+
+    files: Files
+    clock: Clock
+    source: random.Random
+
+
+@dataclass(frozen=True, slots=True)
+class NvmeFacts:
+    """What it is made with.
+
+    Attributes:
+        settings: Of the tier.
+        queue: Of demotion.
+        read_threads: That read from it.
+        means: See there.
+    """
+
+    settings: NvmeSettings
+    queue: DemotionLimits
+    read_threads: int
+    means: NvmeMeans
+
+
+class NvmeSide:
+    """Event loop only. `start`, then `run` in a task until it is cancelled, then `close`.
+
+    Args:
+        facts: See there.
+        residency: Whose blocks.
+        ram: Where they come from and go to.
+        room: Makes it there.
+        book: Knows keyspaces by name.
+    """
+
+    def __init__(
+        self,
+        facts: NvmeFacts,
+        residency: Residency,
+        ram: RamTier,
+        room: RoomMaker,
+        book: KeyspaceBook,
+    ) -> None:
+        """See the class."""
+        files, clock, source = facts.means.files, facts.means.clock, facts.means.source
+        self._residency = residency
+        self._readers = ThreadPoolExecutor(facts.read_threads, thread_name_prefix="kvkeep-read")
+        self._writers = ThreadPoolExecutor(_WRITE_THREADS, thread_name_prefix="kvkeep-write")
+        self.records = Records(
+            residency=residency, policy=UsedReinsertion(), keyspace_of=book.by_name
+        )
+        self.tier = NvmeTier(
+            settings=facts.settings,
+            files=files,
+            clock=clock,
+            readers=self._readers,
+            writers=self._writers,
+            owner=self.records,
+        )
+        self.demotion = Demotion(
+            residency=residency,
+            ram=ram,
+            nvme=self.tier,
+            note=self.records.note,
+            limits=facts.queue,
+        )
+        self.promotion = Promotion(residency=residency, room=room, nvme=self.tier)
+        self.recovery = Recovery(
+            residency=residency,
+            room=room,
+            nvme=self.tier,
+            records=self.records,
+            adopt=book.find_or_adopt,
+            source=source,
+        )
+        self.removal = Removal(
+            residency=residency, room=room, nvme=self.tier, settled=self.recovery.settled
+        )
+
+    async def run(self) -> None:
+        """Recovers, writes through, syncs, reclaims, and takes out what is lost."""
+        async with asyncio.TaskGroup() as tasks:
+            for work in (self.tier.run(), self.demotion.run(), self._recover(), self._sweep()):
+                tasks.create_task(work)
+
+    async def _recover(self) -> None:
+        try:
+            await self.recovery.run()
+        except (KVKeepError, OSError) as error:
+            # It serves what it has; the rest stays on the disk for the next start.
+            _log.exception("nvme: not everything was recovered", extra={"reason": str(error)})
+        else:
+            counts = self.recovery.counts
+            extra = {"records": counts.records, "blocks": counts.blocks, "useless": counts.useless}
+            _log.info("nvme: recovered", extra=extra)
+
+    async def _sweep(self) -> None:
+        while True:
+            if self._residency.lost:
+                await self.removal.of_lost()
+            await asyncio.sleep(_SWEEP_S)
+
+    async def drain(self) -> None:
+        """Queues what is in ram only, and waits until all is written. Cancel it when the time is
+        over: what was written then is there."""
+        columns = self._residency.columns
+        units = np.flatnonzero(columns.in_ram & (columns.row >= 0))
+        units = units[~columns.recorded(units)]
+        units = deepest_first(columns.parent, units)[::-1]
+        # An empty queue takes any batch.
+        await self.demotion.settle()
+        for start in range(0, len(units), _DRAINED_UNITS):
+            await self.demotion.offer(units[start : start + _DRAINED_UNITS])
+
+    async def close(self) -> None:
+        """After `run` was cancelled: ends flights, seals, gives directories and threads back."""
+        await self.promotion.finish()
+        await self.tier.close()
+        self._readers.shutdown()
+        self._writers.shutdown()
+
+
+@dataclass(frozen=True, slots=True)
+class LocalTiers:
+    """The pool, and nvme if there is one: for those who tell of them."""
+
+    ram: RamTier
+    nvme: NvmeSide | None

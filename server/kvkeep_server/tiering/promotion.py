@@ -1,0 +1,202 @@
+"""Brings blocks from nvme into ram, for those who want to read them: one flight a unit.
+
+A flight reads straight into slots that are reserved as those of commits are. What is read is
+published a piece at a time, root to tail, so that whoever cannot wait for the whole gets its
+beginning. A block that nvme does not give ends the flight: what is behind it is of no use.
+"""
+
+import asyncio
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvkeep_server.core.errors import KVKeepError
+from kvkeep_server.core.hints import Hints
+from kvkeep_server.core.results import MissReason
+from kvkeep_server.tiering.residency import Residency
+from kvkeep_server.tiering.room import RoomMaker
+from kvkeep_server.tiering.sealed import Slots
+from kvkeep_server.tiers.base import ReadStatus
+from kvkeep_server.tiers.nvme.tier import NvmeTier
+from kvkeep_server.tiers.ram.tier import Reservation
+
+I64 = NDArray[np.int64]
+Mask = NDArray[np.bool_]
+
+# Of one reading: long enough for several threads, short enough that its beginning comes early.
+_PIECE_NBYTES = 16 << 20
+
+
+@dataclass(slots=True)
+class PromotionCounts:
+    """Blocks since the start.
+
+    Attributes:
+        read: That came into ram.
+        nbytes: Their payload.
+        corrupt: Whose bytes were wrong.
+        missed: That nvme did not have any more.
+        refused: That found no room in ram, or nvme too busy or too sick to read them.
+    """
+
+    read: int = 0
+    nbytes: int = 0
+    corrupt: int = 0
+    missed: int = 0
+    refused: int = 0
+
+
+class Promotion:
+    """Event loop only.
+
+    Args:
+        residency: Whose units.
+        room: Finds slots.
+        nvme: Where they are.
+        flights_max: At once: bounds slots that are reserved and not filled.
+    """
+
+    def __init__(
+        self, *, residency: Residency, room: RoomMaker, nvme: NvmeTier, flights_max: int = 8
+    ) -> None:
+        """See the class."""
+        self._residency = residency
+        self._room = room
+        self._nvme = nvme
+        self._turn = asyncio.Semaphore(flights_max)
+        self._flying: dict[int, asyncio.Future[None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.counts = PromotionCounts()
+
+    @property
+    def in_flight(self) -> int:
+        """Units that are being read, or wait for it."""
+        return len(self._flying)
+
+    def begin(self, units: I64, hints: Hints) -> "asyncio.Future[list[BaseException | None]]":
+        """Begins to bring those of the units, root to tail, that are not whole in ram.
+
+        Returns:
+            Done when all of them are there or will not come. To be shielded: others wait for it.
+        """
+        wanted = [unit for unit in units.tolist() if unit not in self._flying]
+        own = self._not_in_ram(np.array(wanted, np.int64))
+        if len(own):
+            task = asyncio.create_task(self._fly(own, hints))
+            self._tasks.add(task)
+            self._flying.update(dict.fromkeys(own.tolist(), task))
+            task.add_done_callback(self._tasks.discard)
+        flights = {self._flying[unit] for unit in units.tolist() if unit in self._flying}
+        return asyncio.gather(*flights, return_exceptions=True)
+
+    def _not_in_ram(self, units: I64) -> I64:
+        return units[~self._residency.columns.wholly_in_ram(units)]
+
+    async def _fly(self, units: I64, hints: Hints) -> None:
+        self._residency.pin(units)
+        landed = 0
+        try:
+            async with self._turn:
+                while landed < len(units):
+                    count = self._fitting(units[landed:])
+                    piece = units[landed : landed + count]
+                    arrived = await self._bring(piece, hints)
+                    for unit in piece.tolist():
+                        del self._flying[unit]
+                    landed += count
+                    if not arrived:
+                        break
+        finally:
+            for unit in units[landed:].tolist():
+                self._flying.pop(unit, None)
+            self._residency.unpin(units)
+
+    def _fitting(self, units: I64) -> int:
+        """How many units make a piece, at least one."""
+        columns, total = self._residency.columns, 0
+        for place, unit in enumerate(units.tolist()):
+            total += self._residency.nbytes_of(columns.blocks_of(np.array([unit])))
+            if place and total > _PIECE_NBYTES:
+                return place
+        return len(units)
+
+    async def _bring(self, units: I64, hints: Hints) -> bool:
+        """One piece, all keyspaces; whether all of it arrived."""
+        columns = self._residency.columns
+        if (columns.row[units] < 0).any():
+            return False  # removed meanwhile
+        # Root to tail in each keyspace: neighbours on nvme are read in one call.
+        blocks, _ = columns.by_chain(units)
+        blocks = blocks[columns.address[blocks] == 0]
+        parts = self._residency.by_keyspace(blocks)
+        with ExitStack() as held:
+            reserved = []
+            for own in parts:
+                nbytes = self._residency.keyspace_of(int(own[0])).block_nbytes
+                [slots] = await self._room.reserve([nbytes], len(own))
+                reserved.append(held.enter_context(slots))
+            parts = [own[: len(s.addresses)] for own, s in zip(parts, reserved, strict=True)]
+            readings = [self._read(own, slots) for own, slots in zip(parts, reserved, strict=True)]
+            results = await asyncio.gather(*readings)
+            await self._room.index_at_rest()
+            arrived = np.concatenate([own[hits] for own, hits in zip(parts, results, strict=True)])
+            count = self._leading(units, arrived)
+            kept = columns.blocks_of(units[:count])
+            for own, slots in zip(parts, reserved, strict=True):
+                self._publish(own, slots, np.isin(own, kept), hints)
+        self.counts.refused += len(blocks) - sum(map(len, parts))
+        return count == len(units)
+
+    def _leading(self, units: I64, arrived: I64) -> int:
+        """How many units, root to tail, are whole in ram with these blocks, and not removed."""
+        columns = self._residency.columns
+        whole = columns.whole(
+            units, lambda ids: (columns.address[ids] != 0) | np.isin(ids, arrived)
+        )
+        whole &= columns.row[units] >= 0
+        return len(units) if whole.all() else int(whole.argmin())
+
+    def _publish(self, blocks: I64, slots: Reservation, kept: Mask, hints: Hints) -> None:
+        generations = slots.commit(kept)
+        blocks, addresses = blocks[kept], slots.addresses[: len(kept)][kept]
+        if len(blocks):
+            checksums = self._residency.columns.checksum[blocks]
+            self._residency.promote(blocks, Slots(addresses, generations, checksums), hints)
+            self.counts.read += len(blocks)
+            self.counts.nbytes += self._residency.nbytes_of(blocks)
+
+    async def _read(self, blocks: I64, slots: Reservation) -> Mask:
+        """Which blocks of one keyspace are in their slots. Reclaim may move a record while it is
+        read: then it is read once more, from its new place."""
+        hits, buffers = np.zeros(len(blocks), bool), slots.buffers
+        for _ in range(2):
+            todo = np.flatnonzero(~hits)
+            if not len(todo):
+                break
+            asked = self._residency.columns.nvme[blocks[todo]].copy()
+            try:
+                into = [buffers[place] for place in todo.tolist()]
+                status = await self._nvme.read(self._residency.named(blocks[todo]), into)
+            except (KVKeepError, OSError):
+                self.counts.refused += len(todo)
+                break
+            hits[todo] = status == ReadStatus.HIT
+            self.counts.corrupt += int(np.count_nonzero(status == ReadStatus.CORRUPT))
+            gone = status == ReadStatus.MISS
+            moved = self._residency.columns.nvme[blocks[todo]] != asked
+            self._lose(blocks[todo[gone & ~moved]])
+            if not (gone & moved).any():
+                self.counts.refused += int(np.count_nonzero(status == ReadStatus.THROTTLED))
+                break
+        return hits
+
+    def _lose(self, blocks: I64) -> None:
+        self.counts.missed += len(blocks)
+        self._residency.forget(blocks, MissReason.CORRUPT)
+
+    async def finish(self) -> None:
+        """Waits for the flights that are on their way."""
+        while self._tasks:
+            await asyncio.wait(set(self._tasks))

@@ -1,0 +1,348 @@
+"""The segments of one directory: their lives, their files, and the bytes that they take.
+
+Event loop only, but for `Segment.opened`, which worker threads call.
+"""
+
+import re
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from kvkeep_server.tiers.nvme.files import Files, Found
+from kvkeep_server.tiers.nvme.segment_format import FIRST_PAGE, PAGE_MAX, table_pages
+from kvkeep_server.tiers.record import PAGE_NBYTES
+
+# No record number is so large: it starts at a segment number << 32.
+SEQ_NONE = (1 << 64) - 1
+LOCK_NAME = "kvkeep.lock"
+_NAME = re.compile(r"([0-9a-f]{8})\.kvks")
+
+
+class SegmentState(IntEnum):
+    """What may be done with a segment."""
+
+    FOUND = 1  # was there at the start and is not recovered yet: readable if somebody knows where
+    ACTIVE = 2  # records go in
+    SEALED = 3
+    QUARANTINED = 4  # an error on write: nothing more goes in; what was synced is readable
+    SKIPPED = 5  # damaged or of a newer version: its bytes count, nothing of it is used
+    RECLAIMED = 6  # gone, or goes with its last reader
+
+
+class SegmentEvent(IntEnum):
+    """What happens to a segment."""
+
+    RECOVER = 1
+    SKIP = 2
+    SEAL = 3
+    QUARANTINE = 4
+    RECLAIM = 5
+
+
+_NEXT = {
+    (SegmentState.FOUND, SegmentEvent.RECOVER): SegmentState.SEALED,
+    (SegmentState.FOUND, SegmentEvent.SKIP): SegmentState.SKIPPED,
+    (SegmentState.FOUND, SegmentEvent.RECLAIM): SegmentState.RECLAIMED,
+    (SegmentState.ACTIVE, SegmentEvent.SEAL): SegmentState.SEALED,
+    (SegmentState.ACTIVE, SegmentEvent.QUARANTINE): SegmentState.QUARANTINED,
+    (SegmentState.ACTIVE, SegmentEvent.RECLAIM): SegmentState.RECLAIMED,
+    (SegmentState.ACTIVE, SegmentEvent.SKIP): SegmentState.SKIPPED,
+    (SegmentState.SEALED, SegmentEvent.RECLAIM): SegmentState.RECLAIMED,
+    (SegmentState.QUARANTINED, SegmentEvent.RECLAIM): SegmentState.RECLAIMED,
+}
+_READABLE = {
+    SegmentState.FOUND,
+    SegmentState.ACTIVE,
+    SegmentState.SEALED,
+    SegmentState.QUARANTINED,
+}
+
+
+@dataclass(slots=True, eq=False)
+class Segment:
+    """One file of the log.
+
+    Attributes:
+        number: Never used again while the directory lives.
+        path: Of the file.
+        nbytes: That count as used.
+        pages: Of the file; behind `end_page` there is nothing, or the table.
+        retention_class: Of its records; "" until recovered.
+        state: See there.
+        end_page: Behind the last record.
+        records: In it.
+        seq_min: Lowest record_seq of its records that are no tombstones; 0 until recovered,
+            SEQ_NONE when it has none.
+        seq_max: Highest record_seq.
+        dead: Pages where records begin that are removed, corrupt or never became good.
+        readers: Jobs that use the file now.
+        pending: Batches with records in it that are neither committed nor aborted: until then it
+            must not be reclaimed.
+        fd: -1 while closed.
+    """
+
+    number: int
+    path: str
+    nbytes: int
+    pages: int
+    retention_class: str
+    state: SegmentState
+    end_page: int = FIRST_PAGE
+    records: int = 0
+    seq_min: int = SEQ_NONE
+    seq_max: int = 0
+    dead: set[int] = field(default_factory=set)
+    readers: int = 0
+    pending: int = 0
+    fd: int = -1
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def advance(self, event: SegmentEvent) -> None:
+        """Takes the next state.
+
+        Raises:
+            KeyError: that must not happen to a segment in this state.
+        """
+        self.state = _NEXT[self.state, event]
+
+    @property
+    def readable(self) -> bool:
+        """Whether blocks may be read from it."""
+        return self.state in _READABLE
+
+    @property
+    def free_pages(self) -> int:
+        """Behind the last record; the table and the footer need some of them."""
+        return self.pages - self.end_page
+
+    def may_hold(self, location: int, stamp: int) -> bool:
+        """Whether a block of that number may begin there, as far as memory tells."""
+        page = location & PAGE_MAX
+        lowest = min(self.seq_min, self.seq_max)
+        return (
+            0 < page < self.end_page and lowest <= stamp <= self.seq_max and page not in self.dead
+        )
+
+    def room(self, record_pages: int) -> int:
+        """How many more records of so many pages it takes."""
+        free = self.free_pages - 1
+        count = max(0, free // record_pages)
+        while count and count * record_pages + table_pages(self.records + count) > free:
+            count -= 1
+        return count
+
+    def opened(self, files: Files) -> int:
+        """The descriptor; opens the file where it is closed. Any thread, while `readers` > 0.
+
+        Raises:
+            OSError: it cannot be opened.
+        """
+        with self._lock:
+            if self.fd < 0:
+                self.fd = files.open(self.path)
+            return self.fd
+
+
+@dataclass(frozen=True, slots=True)
+class DirectorySettings:
+    """What one directory of the tier is allowed.
+
+    Attributes:
+        path: Where the segments lie; made where it is missing.
+        max_nbytes: Of all files in it. Exceeded by at most one segment, while one is reclaimed.
+        segment_nbytes: Of one segment, a multiple of 4096.
+        free_min_nbytes: Left free on the file system.
+        open_max: Segments whose files are open at a time.
+    """
+
+    path: str
+    max_nbytes: int
+    segment_nbytes: int
+    free_min_nbytes: int
+    open_max: int
+
+
+class SegmentTable:
+    """All segments of one directory.
+
+    Args:
+        settings: See there.
+        files: Its file system.
+    """
+
+    def __init__(self, *, settings: DirectorySettings, files: Files) -> None:
+        """See the class."""
+        self.settings = settings
+        self.segments: dict[int, Segment] = {}
+        self.foreign: list[str] = []
+        self.skipped: dict[str, str] = {}
+        self.used_nbytes = 0
+        self._foreign_nbytes = 0
+        self._files = files
+        # Of reclaimed segments whose file is still there.
+        self._leaving: set[Segment] = set()
+        self._unlinkable: list[Segment] = []
+        # Segments whose file may be open, the least recently used first.
+        self._recent: dict[Segment, None] = {}
+
+    def load(self, found: Iterable[Found]) -> int:
+        """Takes in what lies in the directory at the start; the highest segment number, or 0.
+
+        Names that are not ours are noted, counted as used, and never touched.
+        """
+        highest = 0
+        for entry in found:
+            match = _NAME.fullmatch(entry.name)
+            if match is None or not entry.regular or not int(match[1], 16):
+                if entry.name != LOCK_NAME:
+                    self.foreign.append(entry.name)
+                    self._foreign_nbytes += entry.disk_nbytes
+                continue
+            number = int(match[1], 16)
+            highest = max(highest, number)
+            pages = entry.nbytes // PAGE_NBYTES
+            segment = Segment(
+                number, self._path(number), entry.nbytes, pages, "", SegmentState.FOUND
+            )
+            segment.end_page, segment.seq_min, segment.seq_max = pages, 0, SEQ_NONE
+            self._add(segment)
+        self.used_nbytes += self._foreign_nbytes
+        return highest
+
+    def may_create(self, *, for_reclaim: bool = False) -> bool:
+        """Whether the limit leaves room for another segment.
+
+        Args:
+            for_reclaim: One more is allowed for what is reinserted: room comes back at its end.
+        """
+        extra = self.settings.segment_nbytes if for_reclaim else 0
+        limit = self.settings.max_nbytes + extra
+        return self.used_nbytes + self.settings.segment_nbytes <= limit
+
+    @property
+    def is_over(self) -> bool:
+        """Whether more is used than the limit allows: nothing may be written for users."""
+        return self.used_nbytes > self.settings.max_nbytes
+
+    def begin(self, number: int, retention_class: str) -> Segment:
+        """A new active segment, counted as used from now on; its file is the caller's to make."""
+        nbytes = self.settings.segment_nbytes
+        pages = nbytes // PAGE_NBYTES
+        path = self._path(number)
+        segment = Segment(number, path, nbytes, pages, retention_class, SegmentState.ACTIVE)
+        self._add(segment)
+        return segment
+
+    def resize(self, segment: Segment, nbytes: int) -> None:
+        """Notes a new size of a segment's file."""
+        self.used_nbytes += nbytes - segment.nbytes
+        segment.nbytes, segment.pages = nbytes, nbytes // PAGE_NBYTES
+
+    def skip(self, segment: Segment, reason: str) -> None:
+        """Uses nothing of a segment; its bytes go on counting."""
+        segment.advance(SegmentEvent.SKIP)
+        self.skipped[segment.path] = reason
+
+    def of_states(self, *states: SegmentState) -> list[Segment]:
+        """Segments in one of these states, oldest number first."""
+        return [self.segments[n] for n in sorted(self.segments) if self.segments[n].state in states]
+
+    # --- files in use -----------------------------------------------------------------------------
+
+    def hold(self, segment: Segment) -> None:
+        """One more job uses the file: it stays there and open until `release`."""
+        segment.readers += 1
+        self._recent.pop(segment, None)
+        self._recent[segment] = None
+
+    def release(self, segment: Segment) -> None:
+        """A job ended."""
+        segment.readers -= 1
+        assert segment.readers >= 0
+        if segment in self._leaving and not segment.readers:
+            self._unlinkable.append(segment)
+            self._leaving.remove(segment)
+        elif len(self._recent) > self.settings.open_max:
+            self._close_idle()
+
+    def _close_idle(self) -> None:
+        idle = [s for s in self._recent if not s.readers and s.state != SegmentState.ACTIVE]
+        for segment in idle[: len(self._recent) - self.settings.open_max]:
+            self.close(segment)
+
+    def close(self, segment: Segment) -> None:
+        """Closes a file that nobody uses."""
+        assert not segment.readers
+        self._recent.pop(segment, None)
+        if segment.fd >= 0:
+            fd, segment.fd = segment.fd, -1
+            self._files.close(fd)
+
+    # --- going ------------------------------------------------------------------------------------
+
+    def retire(self, segment: Segment) -> None:
+        """Takes a segment out: its blocks are gone, its file goes when its last reader ends."""
+        segment.advance(SegmentEvent.RECLAIM)
+        del self.segments[segment.number]
+        if segment.readers:
+            self._leaving.add(segment)
+        else:
+            self._unlinkable.append(segment)
+
+    def take_unlinkable(self) -> list[Segment]:
+        """Segments whose files nobody uses any more: unlink each, then call `unlinked`, or
+        `unlink_failed`."""
+        taken, self._unlinkable = self._unlinkable, []
+        for segment in taken:
+            self.close(segment)
+        return taken
+
+    def unlinked(self, segment: Segment) -> None:
+        """The file is gone: its bytes are free."""
+        self.used_nbytes -= segment.nbytes
+
+    def unlink_failed(self, segment: Segment) -> None:
+        """The file is still there, and still counts: another try comes later."""
+        self._unlinkable.append(segment)
+
+    @property
+    def waiting_to_go(self) -> int:
+        """Reclaimed segments whose files are still there."""
+        return len(self._leaving) + len(self._unlinkable)
+
+    def close_all(self) -> None:
+        """At the end: closes what is open. Nobody may use it any more."""
+        for segment in [*self.segments.values(), *self._leaving, *self._unlinkable]:
+            self.close(segment)
+
+    def check(self, found: Iterable[Found]) -> None:
+        """Audits the table against the directory.
+
+        Raises:
+            AssertionError: they differ.
+        """
+        gone = [*self._leaving, *self._unlinkable]
+        ours = {segment.path: segment for segment in [*self.segments.values(), *gone]}
+        assert len(ours) == len(self.segments) + len(gone), "two segments of one name"
+        sizes = {
+            f"{self.settings.path}/{entry.name}": entry.nbytes
+            for entry in found
+            if _NAME.fullmatch(entry.name) and entry.name not in self.foreign
+        }
+        for path, nbytes in sizes.items():
+            assert path in ours, f"{path} leaked out of the accounting"
+            assert nbytes == ours[path].nbytes, f"{path} has {nbytes} bytes"
+        assert set(ours) <= set(sizes), f"files are gone: {sorted(set(ours) - set(sizes))[:3]}"
+        total = sum(segment.nbytes for segment in ours.values())
+        assert self.used_nbytes == total + self._foreign_nbytes, "bytes do not add up"
+        for segment in self.segments.values():
+            assert segment.end_page <= segment.pages or not segment.pages, "records behind the end"
+            assert segment.readers >= 0
+
+    def _add(self, segment: Segment) -> None:
+        self.segments[segment.number] = segment
+        self.used_nbytes += segment.nbytes
+
+    def _path(self, number: int) -> str:
+        return f"{self.settings.path}/{number:08x}.kvks"

@@ -1,0 +1,232 @@
+"""A core with both tiers: what leaves ram stays on nvme, comes back when asked for, and is there
+after a restart."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvkeep_server.core.keys import KeyBatch
+from kvkeep_server.core.results import AckLevel, BlockStatus, CommitStatus, MissReason, TierId
+from kvkeep_server.rpc import convert
+from kvkeep_server.tiers import record
+from tests.fakes.core_harness import MIB, Harness, full, keys_of, spec
+from tests.fakes.nvme_tier import fast_directory
+
+STORED, ALREADY = CommitStatus.STORED, CommitStatus.ALREADY_STORED
+
+
+@pytest.fixture
+def directory():
+    with fast_directory() as path:
+        yield path
+
+
+def nvme(path, *, size="64MiB", segment="4MiB", queue="32MiB"):
+    return (
+        f'[nvme]\ndirectories = ["{path}/kv"]\nmax = "{size}"\nsegment = "{segment}"\n'
+        f'free_min = "0B"\nqueue = "{queue}"'
+    )
+
+
+def both(path, **options):
+    return Harness(ram="4MiB", slab="256KiB", extra=nvme(path, **options), ack=AckLevel.NVME)
+
+
+def evict_all(core):
+    while core.core.residency.evict(100):
+        pass
+
+
+def held(core, tier):
+    return core.core.residency.held[tier].blocks
+
+
+def test_what_leaves_ram_stays_on_nvme_and_comes_back(directory):
+    with both(directory) as core:
+        session = core.session()
+        opened, keys = core.open(session), keys_of("a", 50)
+        assert core.put(session, opened, keys) == [STORED] * 50
+        core.check()
+        evict_all(core)
+        core.check_at_rest()
+        assert (held(core, TierId.RAM), held(core, TierId.NVME)) == (0, 50)
+        found = core.lookup(session, opened, keys)
+        assert (found.blocks, found.runs) == (50, ((TierId.NVME, 50),))
+        grant = core.acquire(session, opened, keys)
+        assert (grant.leased, grant.pending, grant.prefix.blocks) == (50, 0, 50)
+        core.verify(grant, keys)
+        core.check()
+        assert core.core.residency.held[TierId.RAM].demoted == 50
+        core.release(session, grant)
+        core.check_at_rest()
+
+
+def test_a_restart_finds_them_again(directory):
+    keys = keys_of("a", 50)
+    with both(directory) as core:
+        session = core.session()
+        assert core.put(session, core.open(session), keys) == [STORED] * 50
+    with both(directory) as core:
+        session = core.session()
+        opened = core.open(session)
+        core.run(core.core.nvme.recovery.settled())
+        core.check()
+        assert core.core.nvme.recovery.counts.blocks == 50
+        grant = core.acquire(session, opened, keys)
+        assert grant.leased == 50
+        core.verify(grant, keys)
+        assert core.put(session, opened, keys) == [ALREADY] * 50
+
+
+def test_ranks_and_groups_are_found_again_together(directory):
+    keys = keys_of("a", 9)
+    wanted = spec(groups=(full("a", 4096), full("b", 3 * 4096)), tp_size=2)
+    with both(directory) as core:
+        session = core.session()
+        opened = core.open(session, wanted)
+        for rank in (0, 1):
+            assert core.put(session, opened, keys, rank=rank) == [STORED] * 9
+        core.check()
+    with both(directory) as core:
+        core.run(core.core.nvme.recovery.settled())
+        core.check()
+        session = core.session()
+        opened = core.open(session, wanted)
+        grant = core.acquire(session, opened, keys)
+        assert grant.leased == 9
+        core.verify(grant, keys)
+        core.release(session, grant)
+        core.check_at_rest()
+        evict_all(core)
+        core.check_at_rest()
+
+
+def test_what_is_removed_stays_away(directory):
+    keys = keys_of("a", 20)
+    with both(directory) as core:
+        session = core.session()
+        opened = core.open(session)
+        core.put(session, opened, keys)
+        evict_all(core)
+        assert core.remove(session, opened, keys[5:6]).units == 15
+        core.check_at_rest()
+        assert core.lookup(session, opened, keys).blocks == 5
+    with both(directory) as core:
+        core.run(core.core.nvme.recovery.settled())
+        session = core.session()
+        opened = core.open(session)
+        assert core.lookup(session, opened, keys).blocks == 5
+        core.check()
+
+
+@pytest.mark.promise("P25", gate=10, nightly=10, unit="positions of a bad record")
+def test_a_corrupt_block_ends_the_prefix_in_front_of_it(promise_count):
+    for at in range(promise_count):
+        with fast_directory() as directory, both(directory) as core:
+            one_is_corrupt(core, directory, at, promise_count)
+
+
+def one_is_corrupt(core, directory, at, count):
+    keys, session = keys_of("a", count), core.session()
+    opened = core.open(session)
+    core.put(session, opened, keys)
+    evict_all(core)
+    columns = core.core.residency.columns
+    batch = KeyBatch.unpack(b"".join(keys), 32)
+    block = int(core.core.residency.find(opened.spaces.local[0], batch)[at])
+    spoil(directory, int(columns.nvme[block]))
+    grant = core.acquire(session, opened, keys)
+    assert (grant.leased, grant.prefix.blocks) == (at, at)
+    assert grant.prefix.ended is MissReason.CORRUPT
+    core.verify(grant, keys)
+    core.run(core.core.nvme.removal.of_lost())
+    core.check()
+    assert core.put(session, opened, keys)[at:] == [STORED] * (count - at)
+    core.check()
+
+
+def spoil(directory, location):
+    """Changes a byte of the payload there."""
+    for path in Path(directory).rglob("*.kvks"):
+        with path.open("r+b") as file:
+            page = file.seek((location & 0xFFFFFFFF) * 4096)
+            header = file.read(320)
+            if len(header) == 320 and record.decode(header) is not None:
+                found = int(record.decode(header)["location"][0])
+                if found == location:
+                    file.seek(page + 4096 + 100)
+                    file.write(b"spoiled")
+                    return
+    raise AssertionError("no such record")
+
+
+def test_far_more_than_ram_holds_is_kept_and_read_right(directory):
+    with both(directory) as core:
+        session = core.session(8 * MIB)
+        opened = core.open(session, spec(block_nbytes=40_000))
+        chains = [keys_of(name, 20) for name in range(20)]
+        for keys in chains:
+            assert core.put(session, opened, keys) == [STORED] * 20
+        assert held(core, TierId.NVME) == 400
+        for keys in chains:
+            grant = core.acquire(session, opened, keys)
+            assert grant.leased == 20
+            core.verify(grant, keys)
+            core.release(session, grant)
+        core.check_at_rest()
+
+
+def test_a_log_that_is_full_gives_the_oldest_back_and_keeps_what_was_used(directory):
+    with both(directory, size="16MiB", segment="2MiB") as core:
+        session = core.session(8 * MIB)
+        opened = core.open(session, spec(block_nbytes=40_000))
+        hot = keys_of("hot", 10)
+        core.put(session, opened, hot)
+        for name in range(60):
+            keys = keys_of(name, 20)
+            core.put(session, opened, keys)
+            core.clock.advance(1.0)
+            grant = core.acquire(session, opened, hot)
+            assert grant.leased == 10, name
+            core.verify(grant, hot)
+            core.release(session, grant)
+        core.run(core.core.nvme.removal.of_lost())
+        core.check()
+        assert core.core.nvme.tier.stats().counts.reclaimed > 10
+        nbytes = sum(d.used_nbytes for d in core.core.nvme.tier.stats().directories)
+        assert nbytes <= 18 * MIB
+
+
+def test_nobody_waits_longer_than_he_said(directory):
+    with both(directory) as core:
+        session = core.session()
+        opened, keys = core.open(session), keys_of("a", 20)
+        core.put(session, opened, keys)
+        evict_all(core)
+        core.wait_s = 0.0
+        grant = core.acquire(session, opened, keys)
+        assert (grant.leased, grant.pending) == (0, 20)
+        message = convert.grant_message(grant, 20, core.core.residency.columns, 1.0)
+        assert set(message.status) == {BlockStatus.PENDING}
+        core.run(core.core.nvme.promotion.finish())
+        core.wait_s = 0.0
+        grant = core.acquire(session, opened, keys)
+        assert (grant.leased, grant.pending) == (20, 0)
+        core.verify(grant, keys)
+
+
+def test_all_that_ask_at_once_share_one_flight(directory):
+    with both(directory) as core:
+        session = core.session()
+        opened, keys = core.open(session), keys_of("a", 20)
+        core.put(session, opened, keys)
+        evict_all(core)
+        core.wait_s = 0.0
+        for _ in range(5):
+            core.acquire(session, opened, keys)
+        core.run(core.core.nvme.promotion.finish())
+        assert core.core.nvme.promotion.counts.read == 20
+        core.core.sessions.end(session.session_id, "over")
+        assert np.count_nonzero(core.core.residency.columns.pins) == 0
+        core.check_at_rest()
