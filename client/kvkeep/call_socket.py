@@ -25,6 +25,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvkeep.errors import DeadlineError, SessionLostError
+from kvkeep.waking import NAP_S, release
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 _HEADER: Final = struct.Struct("<IHHII")
 _READ_NBYTES: Final = 1 << 18
 _CALL_IDS: Final = 1 << 32
+# How long a sender naps while another sends.
+_TURN_S: Final = 0.0005
 # poll() takes no more than 2^31 milliseconds.
 _SLEEP_MAX_S: Final = 3600.0
 _HUNG_UP: Final = "the daemon hung up: the session is over"
@@ -68,7 +71,7 @@ class Reply(NamedTuple):
 class PendingCall:
     """A call that was sent."""
 
-    __slots__ = ("call_id", "look_s", "reply", "until_s", "what")
+    __slots__ = ("call_id", "look_s", "reply", "until_s", "wake", "what")
 
     def __init__(self, call_id: int, what: str, until_s: float, look_s: float) -> None:
         """Made by `CallSocket.begin`."""
@@ -77,10 +80,16 @@ class PendingCall:
         self.until_s = until_s
         self.look_s = look_s
         self.reply: Reply | None = None
+        self.wake: threading.Lock | None = None  # released when there is news for its sleeper
 
 
 class CallSocket:
     """One session's calls. Any thread may call; `close` wakes all who wait.
+
+    An exception may come out of any line, since a signal's handler may raise: nothing is held
+    across a call but by a `with` of a plain lock or under a `finally`, and whoever is interrupted
+    while it takes bytes from the stream or puts them there closes it, because half a frame makes
+    nonsense of all that follow.
 
     The descriptor goes with the last reference, never under a thread that is using it.
     """
@@ -91,11 +100,13 @@ class CallSocket:
         self._fd = fd
         self._ids = itertools.count(1)
         self._waiting: dict[int, PendingCall] = {}
-        self._send_lock = threading.Lock()
-        # Guards `_reading` and wakes who waits while another reads.
-        self._changed = threading.Condition(threading.Lock())
+        # Guards the two turns, and `PendingCall.wake`.
+        self._lock = threading.Lock()
+        self._sending = False
         self._reading = False
-        self._sleepers = 0
+        # Bytes are on their way into or out of the stream.
+        self._putting = False
+        self._taking = False
         self._buffer = ctypes.create_string_buffer(_READ_NBYTES)
         self._view = memoryview(self._buffer).cast("B")
         self._unread = bytearray()
@@ -113,25 +124,46 @@ class CallSocket:
         call_id = next(self._ids) % _CALL_IDS
         pending = PendingCall(call_id, what, until_s, _LOOK_S if quick else 0.0)
         self._waiting[call_id] = pending
+        mine = sent = False
         try:
-            with self._send_lock:
-                self._send(_HEADER.pack(len(payload), method, 0, 0, call_id) + payload, pending)
-        except BaseException:
-            self._waiting.pop(call_id, None)
-            raise
+            while not mine:
+                with self._lock:
+                    if not self._sending:
+                        self._sending = mine = True
+                if not mine:
+                    self._wait_for_turn(pending)
+            self._send(_HEADER.pack(len(payload), method, 0, 0, call_id) + payload, pending)
+            sent = True
+        finally:
+            if mine:
+                if self._putting:
+                    self.close()
+                self._putting = self._sending = False
+            if not sent:
+                self._waiting.pop(call_id, None)
         return pending
 
     def wait(self, pending: PendingCall) -> Reply:
         """The reply to a call. Errors: as `begin`."""
+        mine = False
         try:
             while pending.reply is None:
-                if self._take_turn(pending):
-                    try:
-                        self._read_until(pending)
-                    finally:
-                        self._end_turn()
+                with self._lock:
+                    if not self._reading:
+                        self._reading = mine = True
+                    elif pending.wake is None:
+                        pending.wake = threading.Lock()
+                if mine:
+                    self._read_until(pending)
+                else:
+                    self._sleep(pending)
         finally:
+            if mine:
+                if self._taking:
+                    self.close()
+                self._taking = self._reading = False
             self._waiting.pop(pending.call_id, None)
+            self._pass_on()
         return pending.reply
 
     def close(self) -> None:
@@ -151,32 +183,48 @@ class CallSocket:
 
     # --- sending
 
+    def _wait_for_turn(self, pending: PendingCall) -> None:
+        """Another sends: a matter of microseconds, unless the daemon takes nothing."""
+        if time.monotonic() >= pending.until_s:
+            raise DeadlineError(f"{pending.what}: the daemon takes no calls")
+        self._poll(select.POLLOUT, _TURN_S)
+
     def _send(self, frame: bytes, pending: PendingCall) -> None:
         begun = False
         while frame:
             if self._lost:
                 raise self._failure(pending.what)
+            self._putting = True
             sent = _send(self._fd, frame, len(frame), _SEND_FLAGS)
             if sent > 0:
                 begun, frame = True, frame[sent:]
             elif ctypes.get_errno() in _AGAIN:
-                self._wait_to_send(pending, begun=begun)
+                self._putting = begun
+                self._wait_to_send(pending)
             else:
                 self._lost = self._lost or _HUNG_UP
+        self._putting = False
 
-    def _wait_to_send(self, pending: PendingCall, *, begun: bool) -> None:
+    def _wait_to_send(self, pending: PendingCall) -> None:
         """The daemon reads on when its replies are read, so that is done meanwhile."""
         left_s = pending.until_s - time.monotonic()
         if left_s <= 0:
-            if begun:
-                # Half a frame is out: nothing that follows would be understood.
-                self.close()
             raise DeadlineError(f"{pending.what}: the daemon takes no calls")
-        if self._poll(select.POLLOUT | select.POLLIN, left_s) & select.POLLIN and self._try_turn():
-            try:
+        if not self._poll(select.POLLOUT | select.POLLIN, left_s) & select.POLLIN:
+            return
+        mine = False
+        try:
+            with self._lock:
+                if not self._reading:
+                    self._reading = mine = True
+            if mine:
                 self._read(pending.what)
-            finally:
-                self._end_turn()
+        finally:
+            if mine:
+                if self._taking:
+                    self.close()
+                self._taking = self._reading = False
+                self._pass_on()
 
     def _poll(self, events: int, timeout_s: float) -> int:
         """Sleep until one of the events, at most for a while; those that came."""
@@ -187,34 +235,28 @@ class CallSocket:
 
     # --- receiving
 
-    def _try_turn(self) -> bool:
-        with self._changed:
+    def _sleep(self, pending: PendingCall) -> None:
+        """Another reads: wait for its word, that the reply is here or that it is our turn.
+
+        Not for long: who was interrupted may have given no word.
+        """
+        left_s = pending.until_s - time.monotonic()
+        if left_s <= 0:
+            raise DeadlineError(f"{pending.what}: no answer in time")
+        wake = pending.wake
+        assert wake is not None
+        if pending.reply is None:
+            wake.acquire(timeout=min(left_s, NAP_S))
+
+    def _pass_on(self) -> None:
+        """One of those who sleep is to read from now on."""
+        with self._lock:
             if self._reading:
-                return False
-            self._reading = True
-            return True
-
-    def _take_turn(self, pending: PendingCall) -> bool:
-        """Wait for the reply, or to be who reads: True. Errors: DeadlineError."""
-        with self._changed:
-            while pending.reply is None and self._reading:
-                self._sleepers += 1
-                left_s = pending.until_s - time.monotonic()
-                try:
-                    if left_s <= 0 or not self._changed.wait(left_s):
-                        raise DeadlineError(f"{pending.what}: no answer in time")
-                finally:
-                    self._sleepers -= 1
-            if pending.reply is not None:
-                return False
-            self._reading = True
-            return True
-
-    def _end_turn(self) -> None:
-        with self._changed:
-            self._reading = False
-            if self._sleepers:
-                self._changed.notify_all()
+                return
+            for other in list(self._waiting.values()):
+                if other.wake is not None and other.reply is None:
+                    release(other.wake)
+                    return
 
     def _read_until(self, pending: PendingCall) -> None:
         """Read for all until this reply is here."""
@@ -233,9 +275,12 @@ class CallSocket:
         """Take what is there; whether there was anything. Errors: those of a lost session."""
         if self._lost:
             raise self._failure(what)
+        self._taking = True
         got = _recv(self._fd, self._buffer, _READ_NBYTES, socket.MSG_DONTWAIT)
         if got > 0:
             self._deliver(got)
+        self._taking = False
+        if got > 0:
             return True
         if got < 0 and ctypes.get_errno() in _AGAIN:
             return False
@@ -246,7 +291,7 @@ class CallSocket:
         """Hand replies to who waits for them; those that nobody waits for are dropped."""
         unread = self._unread
         unread += self._view[:got]
-        at, others = 0, False
+        at = 0
         while len(unread) >= at + _HEADER.size:
             nbytes, status, _, retry_after_ms, call_id = _HEADER.unpack_from(unread, at)
             start, end = at + _HEADER.size, at + _HEADER.size + nbytes
@@ -257,11 +302,9 @@ class CallSocket:
             if pending is not None:
                 payload = bytes(memoryview(unread)[start:end])
                 pending.reply = Reply(status, retry_after_ms / 1000, payload)
-                others = True
+                if pending.wake is not None:
+                    release(pending.wake)
         del unread[:at]
-        if others and self._sleepers:
-            with self._changed:
-                self._changed.notify_all()
 
     def _failure(self, what: str) -> SessionLostError:
         return SessionLostError(f"{what}: {self._lost}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import stat
-import threading
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -18,6 +18,7 @@ from kvkeep.shared_memory import LAYOUT_VERSION, Chunk, RegionError, TouchRing, 
 from kvkeep.staging import Staging
 from kvkeep.transport import AttachStream, Transport
 from kvkeep.v1.session_pb2 import FdDescription, FdKind, SideHello
+from kvkeep.waking import Bell
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -78,7 +79,7 @@ class Session:
         self._socket = FdSocket(settings.runtime_dir / FD_SOCKET_NAME)
         self._calls: CallSocket | None = None
         self._attach: AttachStream | None = None
-        self._chunk_added = threading.Condition()
+        self._chunk_added = Bell()
 
     def open(self) -> None:
         """Say hello, map what the welcome brings, and attach.
@@ -138,9 +139,8 @@ class Session:
             self._tables = [*self._tables, table][-_TABLES_KEPT:]
         elif description.kind == FdKind.FD_KIND_CHUNK:
             chunk = Chunk(map_region(fd, nbytes), chunk_id=description.id, server_epoch=epoch)
-            with self._chunk_added:
-                self.chunks = {**self.chunks, chunk.chunk_id: chunk}
-                self._chunk_added.notify_all()
+            self.chunks = {**self.chunks, chunk.chunk_id: chunk}
+            self._chunk_added.ring()
         elif description.kind == FdKind.FD_KIND_STAGING:
             self.staging = Staging(map_region(fd, nbytes, writable=True))
         elif description.kind == FdKind.FD_KIND_TOUCH_RING:
@@ -195,11 +195,16 @@ class Session:
         Errors: UnavailableError when one does not come in time.
         """
         needed = set(chunk_ids)
-        with self._chunk_added:
-            if not self._chunk_added.wait_for(lambda: needed <= self.chunks.keys(), timeout_s):
-                missing = sorted(needed - self.chunks.keys())
+        until_s = time.monotonic() + timeout_s
+        while True:
+            chunks = self.chunks
+            if needed <= chunks.keys():
+                return {chunk_id: chunks[chunk_id] for chunk_id in needed}
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
+                missing = sorted(needed - chunks.keys())
                 raise UnavailableError(f"chunks {missing} of the pool are not mapped here")
-            return {chunk_id: self.chunks[chunk_id] for chunk_id in needed}
+            self._chunk_added.nap(left_s)
 
     def require_staging(self) -> Staging:
         """Errors: SessionLostError."""

@@ -6,11 +6,13 @@ proto/kvkeep/v1/shared_memory.md, section 5. What lies where is this side's busi
 from __future__ import annotations
 
 import threading
+import time
 from bisect import bisect_left
 from typing import TYPE_CHECKING, Final
 
 from kvkeep.errors import ResourceExhaustedError, SessionLostError
 from kvkeep.spec import invalid
+from kvkeep.waking import Bell
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -31,7 +33,8 @@ class Staging:
         self.region = region
         self.nbytes = len(region)
         self._free: list[tuple[int, int]] = [(0, self.nbytes)]
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._freed = Bell()
         self._over = False
 
     @staticmethod
@@ -53,23 +56,27 @@ class Staging:
                 f"what fits the session's staging memory of {self.nbytes} bytes",
                 "store fewer at once, use store_blocks(), or connect with more staging_nbytes",
             )
-        with self._changed:
-            self._changed.wait_for(lambda: self._over or self._room(stride) >= count, timeout_s)
-            if self._over:
-                raise SessionLostError("the session that this belongs to has ended")
-            if self._room(stride) < count:
+        until_s = time.monotonic() + timeout_s
+        while True:
+            with self._lock:
+                if self._over:
+                    raise SessionLostError("the session that this belongs to has ended")
+                if self._room(stride) >= count:
+                    return self._take(stride, count)
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
                 raise ResourceExhaustedError(
                     f"no room for {count} blocks of {block_nbytes} bytes in the staging memory of "
                     f"{self.nbytes} bytes for {timeout_s} s: commit or leave the stores that hold "
                     "it, or connect with more staging_nbytes",
                     _RETRY_AFTER_S,
                 )
-            return self._take(stride, count)
+            self._freed.nap(left_s)
 
     def free(self, offsets: Iterable[int], block_nbytes: int) -> None:
         """Give places back."""
         stride = self.stride(block_nbytes)
-        with self._changed:
+        with self._lock:
             start = end = -1
             for offset in offsets:
                 if offset != end:
@@ -77,18 +84,17 @@ class Staging:
                     start = offset
                 end = offset + stride
             self._give(start, end)
-            self._changed.notify_all()
+        self._freed.ring()
 
     def close(self) -> None:
         """The session is over: who waits for room is told."""
-        with self._changed:
-            self._over = True
-            self._changed.notify_all()
+        self._over = True
+        self._freed.ring()
 
     @property
     def free_nbytes(self) -> int:
         """Bytes that are not given out."""
-        with self._changed:
+        with self._lock:
             return sum(end - start for start, end in self._free)
 
     def _room(self, stride: int) -> int:

@@ -13,7 +13,6 @@ from kvkeep.errors import (
     KVKeepError,
     NotSupportedError,
     ResourceExhaustedError,
-    SessionLostError,
     UnavailableError,
 )
 from kvkeep.results import CommitResult, CommitStatus
@@ -72,6 +71,8 @@ class Store:
         self._count = count
         self._timeout_s = timeout_s
         self._later = later
+        # The daemon may be reading the staging range: it is not ours to give back.
+        self._sent = False
         self._offsets: dict[int, list[int]] = {}
         self._views: dict[int, list[memoryview]] = {}
 
@@ -133,9 +134,10 @@ class Store:
             return None
         request = self._complete_request()
         try:
+            self._sent = True
             return self._opened.session.transport.begin_commit(request, self._timeout_s)
         except BaseException:
-            self._free()
+            self.abort()
             raise
 
     def finish(self, pending: PendingCommit | None) -> CommitResult:
@@ -155,19 +157,25 @@ class Store:
 
     def _answered(self, wait: Callable[[], CommitResponse]) -> CommitResult:
         try:
+            self._sent = True
             response = wait()
+            self._sent = False
         except _DEFINITE:
-            self._free()
+            self._sent = False
             raise
-        except BaseException:
-            self._settle_later()
-            raise
-        self._free()
+        finally:
+            self.abort()
         return self._result(response.status)
 
     def abort(self) -> None:
-        """Store nothing; give the room back. Idempotent."""
-        self._free()
+        """Store nothing more; give the room back, as soon as the daemon surely leaves it alone.
+
+        Idempotent.
+        """
+        if self._sent:
+            self._settle_later()
+        else:
+            self._free()
 
     def _result(self, status: bytes) -> CommitResult:
         all_status = bytes([CommitStatus.ALREADY_STORED]) * (self._count - len(self.new)) + status
@@ -199,6 +207,8 @@ class Store:
         """
         opened, request, staging = self._opened, self._request, self._staging
         offsets = self._close()
+        if not offsets:
+            return
         tries = iter(range(_SETTLE_TRIES))
 
         def settle() -> None:
@@ -207,8 +217,6 @@ class Store:
                 return
             try:
                 session.transport.commit(request, _SETTLE_TIMEOUT_S)
-            except SessionLostError:
-                return
             except (DeadlineError, UnavailableError):
                 # After the last try the room stays taken until the session ends.
                 if next(tries, None) is not None:
@@ -267,8 +275,12 @@ class Pipeline:
 
     def _finish(self) -> None:
         if self._under_way is not None:
-            (store, pending), self._under_way = self._under_way, None
-            self.status += store.finish(pending).status
+            store, pending = self._under_way
+            try:
+                self.status += store.finish(pending).status
+            finally:
+                store.abort()
+                self._under_way = None
 
     def __enter__(self) -> Self:
         return self

@@ -24,7 +24,7 @@ from kvkeep_server.core.errors import KVKeepError, ResourceExhaustedError
 from kvkeep_server.rpc import convert
 from kvkeep_server.rpc.block_calls import BlockCalls
 from kvkeep_server.rpc.interceptors import CallMeter
-from kvkeep_server.service.session_memory import FdKind, FdOffer, close_offers
+from kvkeep_server.service.session_memory import FdKind, FdOffer
 from kvkeep_server.service.sessions import FdSender, HelloFacts, Session, Sessions, Welcome
 
 # A request is: bytes of the payload, method, 0, 0, call id. A reply: bytes, status, 0, ms until a
@@ -108,22 +108,23 @@ class CallSockets:
             KVKeepError: As `Sessions.open`.
             OSError: No descriptors.
         """
-        welcome = await self.sessions.open(facts)
-        session = self.sessions.get(welcome.token)
+        own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection = _Connection(self)
         try:
-            own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-            offer = FdOffer(FdKind.CALLS, 0, 0, theirs.detach())
-            welcome = replace(welcome, fds=[*welcome.fds, offer])
             own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_NBYTES)
-            connection = _Connection(self, session)
-            self._connections[session.session_id] = connection
             loop = asyncio.get_running_loop()
             await loop.create_unix_connection(lambda: connection, sock=own)
+            welcome = await self.sessions.open(facts)
         except BaseException:
-            close_offers(welcome.fds)
-            self.end(session.session_id, "no call socket")
+            theirs.close()
+            own.close() if connection.transport is None else connection.close()
             raise
-        return welcome
+        # No await from here on: the welcome says what there is now, and events that come before
+        # the fd socket knows the session would be lost.
+        session = connection.session = self.sessions.get(welcome.token)
+        self._connections[session.session_id] = connection
+        offer = FdOffer(FdKind.CALLS, 0, 0, theirs.detach())
+        return replace(welcome, fds=[*welcome.fds, offer])
 
     def end(self, session_id: int, reason: str) -> None:
         """Ends a session. Idempotent."""
@@ -148,13 +149,18 @@ class CallSockets:
 
 
 class _Connection(asyncio.Protocol):
-    """The daemon's end of one call socket."""
+    """The daemon's end of one call socket.
 
-    def __init__(self, sockets: CallSockets, session: Session) -> None:
+    Attributes:
+        session: Whose; None until it is open.
+        transport: None before and after.
+    """
+
+    def __init__(self, sockets: CallSockets) -> None:
+        self.session: Session | None = None
+        self.transport: asyncio.Transport | None = None
         self._sockets = sockets
-        self._session = session
         self._loop = asyncio.get_running_loop()
-        self._transport: asyncio.Transport | None = None
         self._unread = bytearray()
         self._next_turn: asyncio.Handle | None = None
         self._unsent = False
@@ -164,7 +170,7 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         transport.set_write_buffer_limits(high=_UNSENT_NBYTES_MAX)
-        self._transport = transport
+        self.transport = transport
 
     def data_received(self, data: bytes) -> None:
         self._unread += data
@@ -181,14 +187,18 @@ class _Connection(asyncio.Protocol):
             self._serve()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._transport = None
-        self._sockets.end(self._session.session_id, "the call socket was closed")
+        self.transport = None
+        self._end("the call socket was closed")
+
+    def _end(self, reason: str) -> None:
+        if self.session is not None:
+            self._sockets.end(self.session.session_id, reason)
 
     def close(self) -> None:
         """Lets go; what is in the kernel's hands still arrives."""
         if self._next_turn is not None:
             self._next_turn.cancel()
-        transport, self._transport = self._transport, None
+        transport, self.transport = self.transport, None
         if transport is not None:
             # Who does not read must not keep it open.
             unsent = transport.get_write_buffer_size() > 0
@@ -201,11 +211,10 @@ class _Connection(asyncio.Protocol):
         self._next_turn = None
         until_s = self._loop.time() + _TURN_S
         unread, at = self._unread, 0
-        while self._transport is not None and len(unread) >= at + HEADER.size:
+        while self.transport is not None and len(unread) >= at + HEADER.size:
             nbytes, method, _, _, call_id = HEADER.unpack_from(unread, at)
             if nbytes > self._sockets.message_nbytes_max:
-                reason = f"sent a call of {nbytes} bytes"
-                self._sockets.end(self._session.session_id, reason)
+                self._end(f"sent a call of {nbytes} bytes")
                 return
             start, end = at + HEADER.size, at + HEADER.size + nbytes
             if len(unread) < end:
@@ -221,29 +230,31 @@ class _Connection(asyncio.Protocol):
         self._read_or_pause()
 
     def _read_or_pause(self) -> None:
-        if self._transport is not None:
+        if self.transport is not None:
             if self._unsent or self._next_turn is not None:
-                self._transport.pause_reading()
+                self.transport.pause_reading()
             else:
-                self._transport.resume_reading()
+                self.transport.resume_reading()
 
     def _call(self, method: int, call_id: int, payload: bytes) -> None:
-        self._sockets.sessions.alive(self._session)
+        session = self.session
+        assert session is not None, "the client got its end before the session was open"
+        self._sockets.sessions.alive(session)
         name, kind = METHODS.get(method, ("", Message))
         call = _Call(name, call_id, self._loop.time())
         try:
             if name in self._sockets.begun:
                 begin, render = self._sockets.begun[name]
                 request = kind.FromString(payload)
-                self._go_on(call, begin(self._session, request), partial(render, request))
+                self._go_on(call, begin(session, request), partial(render, request))
             elif name:
-                answer = self._sockets.served[name](self._session, kind.FromString(payload))
+                answer = self._sockets.served[name](session, kind.FromString(payload))
                 if isinstance(answer, Message):
                     self._reply(call, grpc.StatusCode.OK, answer.SerializeToString())
                 else:
                     self._go_on(call, answer, _as_it_is)
             else:
-                sentence = f"call {method}: not one of CallMethod in block_cache.proto"
+                sentence = f"call {method}: not one of CallMethod in session.proto"
                 self._reply(call, grpc.StatusCode.UNIMPLEMENTED, sentence.encode())
         except DecodeError:
             sentence = f"{name}: the payload is not its request message"
@@ -266,7 +277,7 @@ class _Connection(asyncio.Protocol):
             self._refuse(call, error)
         elif error is not None:
             # A bug, which the loop logs; the client learns by EOF.
-            self._sockets.end(self._session.session_id, f"{call.name} failed")
+            self._end(f"{call.name} failed")
             raise error
         else:
             self._reply(call, grpc.StatusCode.OK, render(done.result()).SerializeToString())
@@ -283,10 +294,10 @@ class _Connection(asyncio.Protocol):
         if call.name:
             took_s = self._loop.time() - call.began_s
             self._sockets.meter.note(f"BlockCache/{call.name}", code.name, took_s)
-        if self._transport is not None:
+        if self.transport is not None:
             number: int = code.value[0]
             header = HEADER.pack(len(payload), number, 0, retry_after_ms, call.call_id)
-            self._transport.write(header + payload)
+            self.transport.write(header + payload)
 
 
 def _as_it_is(answer: Message) -> Message:

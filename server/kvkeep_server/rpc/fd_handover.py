@@ -279,7 +279,7 @@ class FdHandover:
         except DecodeError:
             self._refuse(
                 connection,
-                "the first packet is not a SideHello (proto/kvkeep/v1/block_cache.proto); "
+                "the first packet is not a SideHello (proto/kvkeep/v1/session.proto); "
                 "connect with a kvkeep client",
             )
             return

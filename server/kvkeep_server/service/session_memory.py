@@ -15,7 +15,7 @@ from kvkeep_server.service.touch_ring import TouchRing
 
 
 class FdKind(IntEnum):
-    """What a descriptor is; numbers as in `block_cache.proto`."""
+    """What a descriptor is; numbers as in `session.proto`."""
 
     INDEX = 1
     STAGING = 2

@@ -304,7 +304,7 @@ def test_who_does_not_read_is_not_read_from(monkeypatch):
         done, _ = await asyncio.wait([sending], timeout=0.5)
         assert not done
         (connection,) = sockets._connections.values()
-        assert connection._transport.get_write_buffer_size() < 64 * 1024
+        assert connection.transport.get_write_buffer_size() < 64 * 1024
         assert len(connection._unread) <= 512 * 1024
         # When it reads, it gets all its answers.
         assert len(await _replies(client, 20_000)) == 20_000
@@ -366,5 +366,48 @@ def test_without_a_descriptor_there_is_no_session(monkeypatch):
         monkeypatch.undo()
         assert len(sockets.sessions) == 0
         assert set(os.listdir("/proc/self/fd")) == before
+
+    run(test, clients=0)
+
+
+def test_what_happens_after_the_welcome_was_made_comes_as_an_event(monkeypatch):
+    """No turn of the loop between the snapshot of chunks in a welcome and its way to the fd socket:
+    who is told of a chunk in between is not known there yet."""
+    order = []
+
+    async def test(sockets):
+        real = sockets.sessions.open
+
+        async def opened(facts):
+            welcome = await real(facts)
+            asyncio.get_running_loop().call_soon(order.append, "a chunk is added")
+            return welcome
+
+        monkeypatch.setattr(sockets.sessions, "open", opened)
+        welcome = await sockets.open(hello())
+        order.append("the fd socket has it")
+        for offer in welcome.fds:
+            os.close(offer.fd)
+        await asyncio.sleep(0)
+        sockets.end(welcome.session_id, "test is over")
+
+    run(test, clients=0)
+    assert order == ["the fd socket has it", "a chunk is added"]
+
+
+def test_a_session_that_is_refused_leaves_no_call_socket(monkeypatch):
+    async def test(sockets):
+        before = set(os.listdir("/proc/self/fd"))
+
+        async def refused(_):
+            raise ResourceExhaustedError("full", retry_after_s=1.0)
+
+        monkeypatch.setattr(sockets.sessions, "open", refused)
+        with pytest.raises(ResourceExhaustedError):
+            await sockets.open(hello())
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert set(os.listdir("/proc/self/fd")) == before
+        assert not sockets._connections
 
     run(test, clients=0)
