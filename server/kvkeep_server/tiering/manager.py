@@ -225,7 +225,7 @@ class TierManager:
         promotion: Promotion | None = None,
     ) -> None:
         """See the class."""
-        self._promotion = promotion
+        self.promotion = promotion
         self.residency = residency
         self.leases = leases
         self.removal = removal
@@ -270,10 +270,10 @@ class TierManager:
         prefix = self._prefix(spaces, keys, in_ram)
         first, wanted = self._span(spaces, len(in_ram), order)
         asked = _Asked(spaces, keys, order, prefix)
-        if self._promotion is None or in_ram[first : first + wanted].all():
+        if self.promotion is None or in_ram[first : first + wanted].all():
             return self._grant(asked, found, first, wanted, 0)
         units = self.residency.units_of(found[0][first : first + wanted])
-        return self._promoted(self._promotion, asked, units)
+        return self._promoted(self.promotion, asked, units)
 
     @staticmethod
     def _span(spaces: KeyspaceSet, blocks: int, order: ReadOrder) -> tuple[int, int]:
