@@ -141,7 +141,8 @@ class Promotion:
             readings = [self._read(own, slots) for own, slots in zip(parts, reserved, strict=True)]
             results = await asyncio.gather(*readings)
             await self._room.index_at_rest()
-            arrived = np.concatenate([own[hits] for own, hits in zip(parts, results, strict=True)])
+            read = [own[hits] for own, hits in zip(parts, results, strict=True)]
+            arrived = np.concatenate([np.empty(0, np.int64), *read])
             count = self._leading(units, arrived)
             kept = columns.blocks_of(units[:count])
             for own, slots in zip(parts, reserved, strict=True):

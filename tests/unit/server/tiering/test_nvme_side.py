@@ -162,6 +162,21 @@ def spoil(directory, location):
     raise AssertionError("no such record")
 
 
+def test_what_is_removed_while_it_waits_to_be_written_is_not_written(directory):
+    with both(directory) as core:
+        session = core.session()
+        opened, keys = core.open(session), keys_of("a", 5)
+        core.ack = AckLevel.RAM
+        core.put(session, opened, keys)
+        core.remove(session, opened, keys[:1])
+        core.run(core.core.nvme.demotion.settle())
+        core.check_at_rest()
+        assert held(core, TierId.NVME) == 0
+        # What comes later is written all the same.
+        core.ack = AckLevel.NVME
+        assert core.put(session, opened, keys) == [STORED] * 5
+
+
 def test_a_check_reads_both_tiers(directory):
     with both(directory) as core:
         session = core.session()
