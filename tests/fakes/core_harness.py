@@ -171,6 +171,7 @@ class Harness:
 
     def check(self) -> None:
         """Every audit that there is."""
+        assert self.work is None or not self.work.done(), "what goes on behind the work has ended"
         self.core.service.check()
         self.core.ram.check()
 

@@ -16,9 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvkeep_server.core.clock import Clock
-from kvkeep_server.core.errors import ResourceExhaustedError
+from kvkeep_server.core.errors import ResourceExhaustedError, TierUnavailableError
 from kvkeep_server.tiering.manager import TierManager
+from kvkeep_server.tiering.promotion import Promotion
 from kvkeep_server.tiering.scrub import BytesBatch
+from kvkeep_server.tiers.base import ReadStatus
 
 I64 = NDArray[np.int64]
 
@@ -98,7 +100,10 @@ class Checker:
             await self._rows(report)
             await self._moment(report)
             if order.verify:
-                await self._bytes(report, order)
+                began_s = self._clock.monotonic_s()
+                await self._bytes(report, order, began_s)
+                if self._manager.promotion is not None:
+                    await self._records(report, order, began_s, self._manager.promotion)
         finally:
             self._running = False
         for finding in report.findings:
@@ -150,9 +155,54 @@ class Checker:
         except AssertionError as error:
             report.findings.append(f"{where}: {error}")
 
-    async def _bytes(self, report: CheckReport, order: CheckOrder) -> None:
+    async def _records(
+        self, report: CheckReport, order: CheckOrder, began_s: float, promotion: Promotion
+    ) -> None:
+        """Every record on nvme, whether the block is in ram too or not."""
+        removal = self._manager.removal
+        before = removal.counts.corrupt
+        corrupt = await self._read_records(report, order, began_s, promotion)
+        if corrupt:
+            await removal.of_lost()
+            report.blocks_corrupt += corrupt
+            report.blocks_removed += removal.counts.corrupt - before
+            if len(report.findings) < _FINDINGS_MAX:
+                report.findings.append(f"wrong bytes on nvme: {corrupt} blocks, taken out there")
+
+    async def _read_records(
+        self, report: CheckReport, order: CheckOrder, began_s: float, promotion: Promotion
+    ) -> int:
+        residency, start, corrupt = self._manager.residency, 0, 0
+        while start < residency.columns.capacity:
+            nvme = residency.columns.nvme[start : start + _SLICE_IDS]
+            for own in residency.by_keyspace(start + np.flatnonzero(nvme != 0)):
+                step = max(1, _BATCH_NBYTES // residency.keyspace_of(int(own[0])).block_nbytes)
+                for at in range(0, len(own), step):
+                    if order.nbytes_max and report.nbytes_verified >= order.nbytes_max:
+                        return corrupt
+                    corrupt += await self._verify(report, promotion, own[at : at + step])
+                    await asyncio.sleep(self._ahead_s(report, order, began_s))
+            start += _SLICE_IDS
+        return corrupt
+
+    async def _verify(self, report: CheckReport, promotion: Promotion, blocks: I64) -> int:
+        """Reads some records; how many are corrupt."""
+        columns = self._manager.residency.columns
+        blocks = blocks[(columns.row[blocks] >= 0) & (columns.nvme[blocks] != 0)]
+        if not len(blocks):
+            return 0
+        try:
+            status = await promotion.verify(blocks)
+        except TierUnavailableError as error:
+            report.findings.append(f"nvme: {error}")
+            return 0
+        read = blocks[status == ReadStatus.HIT]
+        report.blocks_verified += len(read)
+        report.nbytes_verified += self._manager.residency.nbytes_of(read)
+        return int(np.count_nonzero(status == ReadStatus.CORRUPT))
+
+    async def _bytes(self, report: CheckReport, order: CheckOrder, began_s: float) -> None:
         residency, start = self._manager.residency, 0
-        began_s = self._clock.monotonic_s()
         left = order.nbytes_max or float("inf")
         while start < residency.columns.capacity and left > 0:
             batch = BytesBatch.take(residency.audit(), start, min(_BATCH_NBYTES, left))

@@ -209,7 +209,10 @@ class Demotion:
         """Units root to tail, in pieces: what one refuses is not tried with the next."""
         columns, tries = self._residency.columns, 0
         while len(units) and tries < _TRIES_MAX:
-            units = units[(columns.row[units] >= 0) & columns.in_ram[units]]
+            here = (columns.row[units] >= 0) & columns.in_ram[units] & ~columns.recorded(units)
+            units = units[here]
+            if not len(units):
+                return  # removed while they waited
             piece = units[: self._fitting(units)]
             try:
                 written = await self._write_piece(piece)
@@ -220,8 +223,7 @@ class Demotion:
                 await asyncio.sleep(_RETRY_S)
                 continue
             tries = 0
-            units = units[~columns.recorded(units)]
-        units = units[columns.row[units] >= 0]
+        units = units[(columns.row[units] >= 0) & ~columns.recorded(units)]
         self.counts.failed += len(columns.blocks_of(units))
 
     def _fitting(self, units: I64) -> int:

@@ -14,14 +14,17 @@ class Held:
         nbytes: Their payload.
         left: Blocks that left since the start, by reason.
         demoted: Of ram: blocks that left and are on nvme still.
+        ever: Whether there ever was a block.
     """
 
     blocks: int = 0
     nbytes: int = 0
     left: dict[MissReason, int] = field(default_factory=lambda: dict.fromkeys(MissReason, 0))
     demoted: int = 0
+    ever: bool = False
 
     def add(self, blocks: int, nbytes: int) -> None:
         """So many more; negative: fewer."""
         self.blocks += blocks
+        self.ever |= blocks > 0
         self.nbytes += nbytes

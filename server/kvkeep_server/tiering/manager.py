@@ -185,6 +185,17 @@ class _Asked:
     prefix: Prefix
 
 
+def _runs(in_ram: NDArray[np.bool_]) -> tuple[tuple[TierId, int], ...]:
+    """Which tier has how many successive blocks."""
+    if in_ram.all():
+        return ((TierId.RAM, len(in_ram)),) if len(in_ram) else ()
+    edges = [0, *(np.flatnonzero(in_ram[1:] != in_ram[:-1]) + 1).tolist(), len(in_ram)]
+    return tuple(
+        (TierId.RAM if in_ram[start] else TierId.NVME, stop - start)
+        for start, stop in pairwise(edges)
+    )
+
+
 def _cut(runs: Sequence[tuple[TierId, int]], blocks: int) -> tuple[tuple[TierId, int], ...]:
     """The leading part of runs, `blocks` long; what came in meanwhile is in ram."""
     cut, left = [], blocks
@@ -214,7 +225,7 @@ class TierManager:
         promotion: Promotion | None = None,
     ) -> None:
         """See the class."""
-        self._promotion = promotion
+        self.promotion = promotion
         self.residency = residency
         self.leases = leases
         self.removal = removal
@@ -224,13 +235,13 @@ class TierManager:
         """Longest usable prefix; counts as a use of its blocks."""
         found = self.residency.prefix(spaces.local, keys)
         self.residency.touch(self.residency.units_of(found[0]), hints)
-        prefix = self._prefix(spaces, keys, found)
+        prefix = self._prefix(spaces, keys, self._in_ram(found))
         self.counts.lookup.add(len(keys), prefix.blocks, prefix.ended, on_nvme=prefix.on_nvme)
         return prefix
 
-    def _prefix(self, spaces: KeyspaceSet, keys: KeyBatch, found: Sequence[I64]) -> Prefix:
-        blocks = len(found[0])
-        runs = self._runs(found)
+    def _prefix(self, spaces: KeyspaceSet, keys: KeyBatch, in_ram: NDArray[np.bool_]) -> Prefix:
+        """Of a prefix, as long as `in_ram` tells of it where its blocks are."""
+        blocks, runs = len(in_ram), _runs(in_ram)
         if blocks == len(keys):
             return Prefix(blocks, MissReason.UNSPECIFIED, 0.0, runs)
         reasons = [self.residency.why_absent(space, keys, blocks) for space in spaces.local]
@@ -244,16 +255,6 @@ class TierManager:
             in_ram &= self.residency.columns.address[ids] != 0
         return in_ram
 
-    def _runs(self, found: Sequence[I64]) -> tuple[tuple[TierId, int], ...]:
-        in_ram = self._in_ram(found)
-        if in_ram.all():
-            return ((TierId.RAM, len(in_ram)),) if len(in_ram) else ()
-        edges = [0, *(np.flatnonzero(in_ram[1:] != in_ram[:-1]) + 1).tolist(), len(in_ram)]
-        return tuple(
-            (TierId.RAM if in_ram[start] else TierId.NVME, stop - start)
-            for start, stop in pairwise(edges)
-        )
-
     def acquire(
         self, spaces: KeyspaceSet, keys: KeyBatch, order: ReadOrder
     ) -> Grant | Awaitable[Grant]:
@@ -265,14 +266,14 @@ class TierManager:
         """
         found = self.residency.prefix(spaces.local, keys)
         self.residency.touch(self.residency.units_of(found[0]), order.hints)
-        prefix = self._prefix(spaces, keys, found)
-        first, wanted = self._span(spaces, len(found[0]), order)
+        in_ram = self._in_ram(found)
+        prefix = self._prefix(spaces, keys, in_ram)
+        first, wanted = self._span(spaces, len(in_ram), order)
         asked = _Asked(spaces, keys, order, prefix)
-        in_ram = self._in_ram([ids[first : first + wanted] for ids in found])
-        if self._promotion is None or in_ram.all():
+        if self.promotion is None or in_ram[first : first + wanted].all():
             return self._grant(asked, found, first, wanted, 0)
         units = self.residency.units_of(found[0][first : first + wanted])
-        return self._promoted(self._promotion, asked, units)
+        return self._promoted(self.promotion, asked, units)
 
     @staticmethod
     def _span(spaces: KeyspaceSet, blocks: int, order: ReadOrder) -> tuple[int, int]:
@@ -292,10 +293,11 @@ class TierManager:
             flights = promotion.begin(units, asked.order.hints)
             await asyncio.wait([flights], timeout=asked.order.wait_s)
             found = self.residency.prefix(asked.spaces.local, asked.keys)
-            first, wanted = self._span(asked.spaces, len(found[0]), asked.order)
-            in_ram = self._in_ram([ids[first : first + wanted] for ids in found])
+            in_ram = self._in_ram(found)
+            prefix = self._prefix(asked.spaces, asked.keys, in_ram)
+            first, wanted = self._span(asked.spaces, len(in_ram), asked.order)
+            in_ram = in_ram[first : first + wanted]
             leased = wanted if in_ram.all() else int(in_ram.argmin())
-            prefix = self._prefix(asked.spaces, asked.keys, found)
             if leased == wanted:
                 pending = 0
             elif not flights.done():

@@ -141,7 +141,8 @@ class Promotion:
             readings = [self._read(own, slots) for own, slots in zip(parts, reserved, strict=True)]
             results = await asyncio.gather(*readings)
             await self._room.index_at_rest()
-            arrived = np.concatenate([own[hits] for own, hits in zip(parts, results, strict=True)])
+            read = [own[hits] for own, hits in zip(parts, results, strict=True)]
+            arrived = np.concatenate([np.empty(0, np.int64), *read])
             count = self._leading(units, arrived)
             kept = columns.blocks_of(units[:count])
             for own, slots in zip(parts, reserved, strict=True):
@@ -195,6 +196,14 @@ class Promotion:
     def _lose(self, blocks: I64) -> None:
         self.counts.missed += len(blocks)
         self._residency.forget(blocks, MissReason.CORRUPT)
+
+    async def verify(self, blocks: I64) -> NDArray[np.uint8]:
+        """Reads records of blocks of one keyspace, at least one, and holds them against their
+        checksums; a `ReadStatus` each. What is corrupt is forgotten."""
+        nbytes = self._residency.keyspace_of(int(blocks[0])).block_nbytes
+        room = memoryview(bytearray(len(blocks) * nbytes))
+        into = [room[at : at + nbytes] for at in range(0, len(room), nbytes)]
+        return await self._nvme.read(self._residency.named(blocks), into)
 
     async def finish(self) -> None:
         """Waits for the flights that are on their way."""

@@ -335,6 +335,9 @@ class Residency(BlockFinder):
         """Unpinned units leave ram: what nvme has stays there, the rest leaves altogether. Where
         others descend from such a unit, it is lost, and they leave with it a little later."""
         columns = self.columns
+        if not self.held[TierId.NVME].ever:
+            self.evicted_total += self.remove(units, MissReason.EVICTED)
+            return
         parents = columns.parent[units]
         stays = columns.recorded(units)
         stays &= (parents < 0) | columns.recorded(np.maximum(parents, 0).astype(np.int64))

@@ -9,6 +9,7 @@ import pytest
 from kvkeep_server.core.keys import KeyBatch
 from kvkeep_server.core.results import AckLevel, BlockStatus, CommitStatus, MissReason, TierId
 from kvkeep_server.rpc import convert
+from kvkeep_server.service.checking import CheckOrder
 from kvkeep_server.tiers import record
 from tests.fakes.core_harness import MIB, Harness, full, keys_of, spec
 from tests.fakes.nvme_tier import fast_directory
@@ -159,6 +160,38 @@ def spoil(directory, location):
                     file.write(b"spoiled")
                     return
     raise AssertionError("no such record")
+
+
+def test_what_is_removed_while_it_waits_to_be_written_is_not_written(directory):
+    with both(directory) as core:
+        session = core.session()
+        opened, keys = core.open(session), keys_of("a", 5)
+        core.ack = AckLevel.RAM
+        core.put(session, opened, keys)
+        core.remove(session, opened, keys[:1])
+        core.run(core.core.nvme.demotion.settle())
+        core.check_at_rest()
+        assert held(core, TierId.NVME) == 0
+        # What comes later is written all the same.
+        core.ack = AckLevel.NVME
+        assert core.put(session, opened, keys) == [STORED] * 5
+
+
+def test_a_check_reads_both_tiers(directory):
+    with both(directory) as core:
+        session = core.session()
+        opened, keys = core.open(session), keys_of("a", 10)
+        core.put(session, opened, keys)
+        order = CheckOrder(verify=True, nbytes_max=0, nbytes_per_s=0)
+        report = core.run(core.core.service.checker.run(order))
+        assert (report.findings, report.blocks_verified) == ([], 20)
+        evict_all(core)
+        spoil(directory, int(core.core.residency.columns.nvme.max()))
+        report = core.run(core.core.service.checker.run(order))
+        assert report.findings == ["wrong bytes on nvme: 1 blocks, taken out there"]
+        assert (report.blocks_verified, report.blocks_corrupt, report.blocks_removed) == (9, 1, 1)
+        assert core.lookup(session, opened, keys).blocks == 9
+        core.check_at_rest()
 
 
 def test_far_more_than_ram_holds_is_kept_and_read_right(directory):
