@@ -229,4 +229,4 @@ async def stop(task):
 def fast_directory():
     """A directory where a sync costs nothing, for tests of what the tier does and not of a disk."""
     memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
-    return tempfile.TemporaryDirectory(prefix="kvkeep-nvme-", dir=memory)
+    return tempfile.TemporaryDirectory(prefix="nvme-tier-of-a-test-", dir=memory)
