@@ -127,7 +127,7 @@ class Demotion:
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         blocks = self._residency.columns.blocks_of(units)
         nbytes = self._residency.nbytes_of(blocks)
-        if not self._has_room(len(blocks), nbytes):
+        if len(units) and not self._has_room(len(blocks), nbytes):
             self.counts.dropped += len(blocks)
             done.set_result(None)
             return done
