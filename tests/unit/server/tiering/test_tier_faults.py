@@ -8,7 +8,7 @@ import pytest
 
 from kvkeep_server.core.errors import TierUnavailableError
 from kvkeep_server.core.results import AckLevel, CommitStatus, MissReason
-from tests.fakes.core_harness import Harness, keys_of, spec
+from tests.fakes.core_harness import Harness, block_of, keys_of, spec
 from tests.fakes.faulty_files import SHORT_WRITE, FaultyFiles
 from tests.fakes.nvme_tier import fast_directory
 
@@ -129,3 +129,26 @@ def test_a_full_queue_leaves_blocks_out_and_a_later_unit_takes_them_along(monkey
         assert status == [STORED] * 10
         assert demotion.counts.written == 30
         core.check_at_rest()
+
+
+def test_settling_waits_also_while_the_queue_is_full(monkeypatch):
+    """A drain that took a full queue for an empty one lost what was in ram only."""
+    with fast_directory() as path, core_over(path) as core:
+        demotion = core.core.nvme.demotion
+        session = core.session()
+        opened, keys = core.open(session, SPEC), keys_of("a", 20)
+        core.ack = AckLevel.RAM
+        monkeypatch.setattr(demotion, "_has_room", lambda *_: not demotion._queue)
+
+        async def store_and_settle():
+            await core.commit(session, opened, keys, core.lay(session, opened, [blocks(keys)]))
+            assert demotion.queued_blocks == 20
+            await demotion.settle()
+
+        core.run(store_and_settle())
+        assert demotion.counts.written == 20
+        assert demotion.queued_blocks == 0
+
+
+def blocks(keys):
+    return [block_of(key, SPEC.groups[0].block_nbytes) for key in keys]
