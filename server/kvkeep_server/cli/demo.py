@@ -45,8 +45,8 @@ Speed           A look-up took {lookup_ms:.2f} ms and no call to the daemon. One
                 checked {read_gbs:.1f} GB/s, and generated and stored {store_gbs:.1f} GB/s.
 RAM is finite   {evicted:,} blocks were evicted for others. A cache that never evicts would have
                 found {unlimited:.1%}: {lost_tokens:,} tokens more. (--ram sets the size.)
-Not yet here    Blocks lie in RAM only, so a restart of the daemon forgets them. Tiers that
-                keep them for days, on NVMe and in Redis, come next.
+Not shown here  This daemon has RAM only, so a restart forgets all. With `[nvme] directories`
+                in its settings blocks outlive RAM and restarts; Redis comes next.
 """
 
 
