@@ -263,7 +263,7 @@ class Directory:
         older record is left.
         """
         gone = self.table.take_unlinkable()
-        for segment in gone:
+        for place, segment in enumerate(gone):
             try:
                 await self.run(partial(self.files.unlink, segment.path))
             except FileNotFoundError:
@@ -271,6 +271,11 @@ class Directory:
             except OSError:
                 self.counts.unlink_errors += 1
                 self.table.unlink_failed(segment)
+            except BaseException:
+                # Cancelled: whether this file has gone, another try tells.
+                for left in gone[place:]:
+                    self.table.unlink_failed(left)
+                raise
             else:
                 self.table.unlinked(segment)
         if gone:
