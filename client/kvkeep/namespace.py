@@ -361,7 +361,7 @@ class Namespace:
 
         From the answer on nobody finds them; who reads them under a lease reads on. Blocks that
         follow one of them in any chain leave too, since nobody could find those; a key that has
-        such blocks is KEPT when `with_descendants` is False. One RPC.
+        such blocks is KEPT when `with_descendants` is False. One call.
 
         Errors: InvalidArgumentError, UnavailableError, DeadlineError (they may be gone or not).
         """

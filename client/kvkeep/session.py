@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvkeep.v1.block_cache_pb2 import AttachEvent
+
 SOCKET_NAME: Final = "kvkeep.sock"
 FD_SOCKET_NAME: Final = "kvkeep.fd.sock"
 _TABLES_KEPT: Final = 2

@@ -7,7 +7,6 @@ who does not read its replies is not read from.
 """
 
 import asyncio
-import logging
 import socket
 import struct
 from collections.abc import Awaitable, Callable
@@ -20,7 +19,7 @@ from google.protobuf.message import DecodeError, Message
 
 from kvkeep.v1 import block_cache_pb2 as pb
 from kvkeep.v1 import session_pb2
-from kvkeep_server.core.errors import KVKeepError, ResourceExhaustedError
+from kvkeep_server.core.errors import KVKeepError
 from kvkeep_server.rpc import convert
 from kvkeep_server.rpc.block_calls import BlockCalls
 from kvkeep_server.rpc.interceptors import CallMeter
@@ -34,8 +33,6 @@ HEADER = struct.Struct("<IHHII")
 _TURN_S = 0.002
 _UNSENT_NBYTES_MAX = 1 << 20
 _BUFFER_NBYTES = 1 << 20
-
-_log = logging.getLogger(__name__)
 
 
 class _Call(NamedTuple):
@@ -283,10 +280,8 @@ class _Connection(asyncio.Protocol):
             self._reply(call, grpc.StatusCode.OK, render(done.result()).SerializeToString())
 
     def _refuse(self, call: _Call, error: KVKeepError) -> None:
-        retry_after_ms = 0
-        if isinstance(error, ResourceExhaustedError):
-            retry_after_ms = max(1, round(error.retry_after_s * 1000))
-        self._reply(call, convert.status_code(error), str(error).encode(), retry_after_ms)
+        code, retry_after_ms = convert.status_code(error), convert.retry_after_ms(error)
+        self._reply(call, code, str(error).encode(), retry_after_ms)
 
     def _reply(
         self, call: _Call, code: grpc.StatusCode, payload: bytes, retry_after_ms: int = 0

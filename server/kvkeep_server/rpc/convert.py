@@ -81,9 +81,15 @@ def status_code(error: KVKeepError) -> grpc.StatusCode:
 
 def trailing(error: KVKeepError) -> tuple[tuple[str, str], ...]:
     """Metadata that goes with an error."""
+    milliseconds = retry_after_ms(error)
+    return ((RETRY_AFTER_KEY, str(milliseconds)),) if milliseconds else ()
+
+
+def retry_after_ms(error: KVKeepError) -> int:
+    """After how long another try makes sense; 0 = it does not."""
     if isinstance(error, ResourceExhaustedError):
-        return ((RETRY_AFTER_KEY, str(max(1, round(error.retry_after_s * 1000)))),)
-    return ()
+        return max(1, round(error.retry_after_s * 1000))
+    return 0
 
 
 def spec_of(message: pb.NamespaceSpec) -> NamespaceSpec:
