@@ -55,6 +55,11 @@ class CheckReport:
     blocks_removed: int = 0
     longest_step_s: float = 0.0
 
+    def note(self, finding: str) -> None:
+        """Adds a finding, while there is room for it."""
+        if len(self.findings) < _FINDINGS_MAX:
+            self.findings.append(finding)
+
 
 @dataclass(frozen=True, slots=True)
 class CheckOrder:
@@ -116,8 +121,7 @@ class Checker:
         try:
             look()
         except AssertionError as error:
-            if len(report.findings) < _FINDINGS_MAX:
-                report.findings.append(f"{where}: {error}")
+            report.note(f"{where}: {error}")
         report.longest_step_s = max(report.longest_step_s, self._clock.monotonic_s() - began_s)
 
     async def _rows(self, report: CheckReport) -> None:
@@ -153,7 +157,7 @@ class Checker:
         try:
             judge()
         except AssertionError as error:
-            report.findings.append(f"{where}: {error}")
+            report.note(f"{where}: {error}")
 
     async def _records(
         self, report: CheckReport, order: CheckOrder, began_s: float, promotion: Promotion
@@ -166,8 +170,7 @@ class Checker:
             await removal.of_lost()
             report.blocks_corrupt += corrupt
             report.blocks_removed += removal.counts.corrupt - before
-            if len(report.findings) < _FINDINGS_MAX:
-                report.findings.append(f"wrong bytes on nvme: {corrupt} blocks, taken out there")
+            report.note(f"wrong bytes on nvme: {corrupt} blocks, taken out there")
 
     async def _read_records(
         self, report: CheckReport, order: CheckOrder, began_s: float, promotion: Promotion
@@ -194,7 +197,7 @@ class Checker:
         try:
             status = await promotion.verify(blocks)
         except TierUnavailableError as error:
-            report.findings.append(f"nvme: {error}")
+            report.note(f"nvme: {error}")
             return 0
         read = blocks[status == ReadStatus.HIT]
         report.blocks_verified += len(read)
@@ -232,10 +235,7 @@ class Checker:
         await self._manager.removal.of_blocks(ids, generations)
         report.blocks_corrupt += len(ids)
         report.blocks_removed += self._manager.removal.counts.corrupt - before
-        if len(report.findings) < _FINDINGS_MAX:
-            report.findings.append(
-                f"wrong bytes: {len(ids)} blocks, taken out with what follows them"
-            )
+        report.note(f"wrong bytes: {len(ids)} blocks, taken out with what follows them")
 
 
 def _keep(judges: list[Callable[[], None]], take: Callable[[], Callable[[], None]]) -> None:

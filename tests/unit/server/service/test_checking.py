@@ -10,7 +10,7 @@ from kvkeep_server.core.errors import ResourceExhaustedError
 from kvkeep_server.core.keys import KeyBatch
 from kvkeep_server.core.results import CommitStatus, MissReason, TierId
 from kvkeep_server.service import checking
-from kvkeep_server.service.checking import CheckOrder
+from kvkeep_server.service.checking import CheckOrder, CheckReport
 from kvkeep_server.tiering import scrub
 from tests.fakes.core_harness import Harness, block_of, full, keys_of, spec
 
@@ -267,3 +267,10 @@ def test_no_false_alarm_while_others_store_read_and_remove(core, monkeypatch, se
     assert [report.findings for report in reports] == [[]] * 4
     assert sum(report.blocks_verified for report in reports) > 400
     assert core.core.residency.evicted_total > 0
+
+
+def test_a_report_has_room_for_so_many_findings_whoever_finds():
+    report = CheckReport()
+    for number in range(150):
+        report.note(f"finding {number}")
+    assert report.findings == [f"finding {number}" for number in range(100)]
