@@ -14,7 +14,7 @@ from kvkeep.spec import check_seconds, deadline_of, invalid
 from kvkeep.v1.block_cache_pb2 import AcquireResponse, RenewRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from types import TracebackType
     from typing import Self
 
@@ -71,7 +71,7 @@ class Acquired:
     Attributes:
         blocks: Leading keys that are usable, skipped, pending and deferred ones included.
         skipped: Leading keys that the caller said it has.
-        leased: Keys, from `skipped` on, whose blocks are leased: as many views has a column.
+        leased: Keys, from `skipped` on, whose blocks are leased: as many views has a FULL column.
         pending: Keys behind them that are on their way into ram: acquire again a little later.
         status: A BlockStatus for each key asked for.
         ended: Why the prefix ended; UNSPECIFIED when it did not.
@@ -106,6 +106,11 @@ class Acquired:
             (column.rank, column.group): _Column(column.addresses, column.generations)
             for column in response.columns
         }
+        self._positions = {
+            (column.rank, column.group): tuple(memoryview(column.positions).cast("I"))
+            for column in response.columns
+            if column.group in opened.rules
+        }
         self._open = bool(self.lease_id)
         self._chunks: Mapping[int, Chunk] = {}
         chunk_ids = set().union(*(column.chunk_ids() for column in self._columns.values()))
@@ -123,7 +128,8 @@ class Acquired:
     def views(self, rank: int | None = None, group: int = 0) -> list[memoryview]:
         """Read-only views of the leased blocks, in chain order: bytes, zero copy.
 
-        `rank` may be left out when one rank is local.
+        In a WINDOW or STATE group only some keys have one: `positions` tells which. `rank` may be
+        left out when one rank is local.
 
         Errors: InvalidArgumentError (no such rank or group), LeaseLostError (given back).
         """
@@ -135,6 +141,18 @@ class Acquired:
         nbytes = self._opened.block_nbytes[group]
         return self._column(rank, group).make_views(self._chunks, nbytes)
 
+    def positions(self, rank: int | None = None, group: int = 0) -> Sequence[int]:
+        """Positions in the keys of the leased blocks, one for each of `views`.
+
+        Errors: as `views`.
+        """
+        group = self._opened.checked_group(group)
+        if not self.leased:
+            return ()
+        self._column(rank, group)  # or it is refused
+        every = range(self.skipped, self.skipped + self.leased)
+        return self._positions.get((self._opened.rank_or_only(rank), group), every)
+
     def array(self, block: int, rank: int | None = None, group: int = 0) -> NDArray[np.uint8]:
         """Leased block number `block` as a read-only array of shape (block_nbytes,).
 
@@ -143,7 +161,7 @@ class Acquired:
         return np.frombuffer(self.views(rank, group)[block], dtype=np.uint8)
 
     def addresses(self, rank: int | None = None, group: int = 0) -> NDArray[np.uint64]:
-        """Pool addresses of the leased blocks, shape (leased,): page, and chunk id times 2^32."""
+        """Pool addresses of the leased blocks, a u64 each: page, and chunk id times 2^32."""
         return self._column(rank, group).addresses
 
     def exact(self, rank: int | None = None, group: int = 0) -> int:
@@ -189,7 +207,8 @@ class Acquired:
             return True
         self._open = False
         exact = not self._chunks or all(
-            column.unchanged(self._chunks) == self.leased for column in self._columns.values()
+            column.unchanged(self._chunks) == len(column.addresses)
+            for column in self._columns.values()
         )
         for column in self._columns.values():
             column.release_views()

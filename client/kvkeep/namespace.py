@@ -22,12 +22,12 @@ from kvkeep.results import (
     RemovalStatus,
 )
 from kvkeep.shared_index import Words
-from kvkeep.spec import U64_MAX, Hints, check_number, check_seconds, deadline_of, invalid
+from kvkeep.spec import U64_MAX, GroupKind, Hints, check_number, check_seconds, deadline_of, invalid
 from kvkeep.store import Pipeline, Store
 from kvkeep.v1 import block_cache_pb2 as pb
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from kvkeep.convert import Keys
     from kvkeep.copying import Targets
@@ -134,7 +134,7 @@ class Namespace:
         return opened
 
     def lookup(self, keys: Keys, *, hints: Hints | None = None) -> Lookup:
-        """The longest prefix of `keys` that is stored here. No call, no lease.
+        """The longest usable prefix of `keys`. No call, no lease.
 
         What is found may leave at any time: act on it with `acquire` or `read_into`.
 
@@ -147,16 +147,17 @@ class Namespace:
             return NOTHING_FOUND
         if not words.count:
             return Lookup(0, 0, opened.answers)
-        found = opened.find(words)
+        found, groups, replayed = opened.find(words)
         opened.session.touch_ring.append(
             opened.set_index,
-            opened.full_groups[0],
+            opened.full_groups[0] if opened.full_groups else 0,
             words.count,
             *found,
             *(_LOOKED_UP if hints is None else hints.touch_fields(blocks_read=False)),
         )
-        blocks = found.blocks
-        return Lookup(blocks, blocks * opened.tokens_per_key, blocks > 0 or opened.answers)
+        blocks, tokens = found.blocks, opened.tokens_per_key
+        answers = blocks > 0 or opened.answers
+        return Lookup(blocks, blocks * tokens, answers, replayed * tokens, groups)
 
     def acquire(  # noqa: PLR0913 - options of one call, all by name
         self,
@@ -210,7 +211,10 @@ class Namespace:
         rank: int | None = None,
         group: int = 0,
     ) -> int:
-        """Copy the leading blocks of `keys`; how many of them are exact copies.
+        """Copy the leading blocks of `keys`, of one group; how many of them are exact copies.
+
+        Other groups and ranks do not count: name just those keys whose blocks are wanted. Those
+        of WINDOW and STATE groups are the ones that end the prefix that `lookup` found.
 
         `buffers` is one contiguous writable buffer of len(keys) * block_nbytes bytes, or a list
         of one buffer of block_nbytes bytes a key. Beyond the blocks counted their content is
@@ -262,12 +266,13 @@ class Namespace:
         except KVKeepError:
             return 0
 
-    def store(
+    def store(  # noqa: PLR0913 - options of one call, all by name
         self,
         keys: Keys,
         *,
         parent_key: bytes | None = None,
         rank: int | None = None,
+        positions: Mapping[int, Sequence[int]] | None = None,
         ack: Ack = "ram",
         hints: Hints | None = None,
         timeout_s: float | None = None,
@@ -277,8 +282,13 @@ class Namespace:
         `parent_key` is the key before the first, None when that one begins its chain. What is
         new is asked of the shared index; room for it is taken in the session's staging memory,
         waiting up to `timeout_s` for other stores to give it back. All FULL groups of the
-        namespace are stored together. `ack="nvme"`: the commit waits until the blocks are on the
-        medium, for most of `timeout_s`; those that are not then have FAILED, and are in ram.
+        namespace are stored together. `positions` says of which keys, ascending, there are blocks
+        of WINDOW and STATE groups, by group; groups that it does not name store nothing. What is
+        stored of one key becomes visible together.
+
+        `ack="nvme"`: the commit waits until the blocks are on the medium, for most of `timeout_s`;
+        those that are not then have FAILED, and are in ram. Blocks of a REPLAYABLE STATE never
+        go there, and are not waited for.
 
         Errors: InvalidArgumentError (among others: more new blocks than the staging memory
         holds: store fewer, or use `store_blocks`), UnavailableError, ResourceExhaustedError.
@@ -290,25 +300,24 @@ class Namespace:
             raise invalid("parent_key", what, f"{key_nbytes} bytes or None", "give the whole key")
         opened = self._require()
         rank = opened.rank_or_only(rank)
-        words = Words(packed, key_nbytes)
-        # Children never outlive their parents, so what is stored is a prefix.
-        find = opened.find_shard if ack == "ram" else opened.find_on_nvme
-        first = find(words, rank)
+        words, level = Words(packed, key_nbytes), _ack_level(ack)
+        new = opened.new_blocks(words, rank, positions or {}, on_nvme=ack != "ram")
+        first = min((own[0] for own in new.values() if own), default=words.count)
         deadline_s = deadline_of(timeout_s, self._timeout_s)
         template = pb.CommitRequest(
             set_index=opened.set_index,
             rank=rank,
             parent_key=_parent(packed, first, key_nbytes) or parent_key or b"",
             keys=packed[first * key_nbytes :],
-            ack_level=_ack_level(ack),
+            ack_level=level,
             hints=hints_message(hints),
             wait_ms=milliseconds(deadline_s * _WAIT_SHARE),
         )
         store = Store(
             opened,
             template,
-            count=words.count,
-            new=range(first, words.count),
+            keys=range(first, words.count),
+            new=new,
             timeout_s=deadline_s,
             later=self._keeper.later,
         )
@@ -337,6 +346,7 @@ class Namespace:
             allowed = "one group in the specification"
             raise invalid("groups", len(self.spec.groups), allowed, "use store() and group_views()")
         key_nbytes, nbytes = self.spec.key_nbytes, self.spec.groups[0].block_nbytes
+        full = self.spec.groups[0].kind is GroupKind.FULL
         packed = bytes(pack_keys(keys, key_nbytes))
         count = len(packed) // key_nbytes
         sources = _sources(buffers, count, nbytes)
@@ -348,6 +358,7 @@ class Namespace:
                     packed[start * key_nbytes : stop * key_nbytes],
                     parent_key=_parent(packed, start, key_nbytes) or parent_key,
                     rank=rank,
+                    positions=None if full else {0: range(stop - start)},
                     ack=ack,
                     hints=hints,
                 )

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
 
-from kvkeep.shared_index import NOTHING, Rows
+from kvkeep.group_rules import BoundaryRule, longest_usable, tokens_of_a_key
+from kvkeep.shared_index import NOTHING, Found, Rows
+from kvkeep.shared_memory import NO_ROW
 from kvkeep.spec import GroupKind, invalid, whole
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from kvkeep.session import Session
-    from kvkeep.shared_index import Found, IndexTable, Seed, Words
+    from kvkeep.shared_index import IndexTable, Seed, Words
     from kvkeep.spec import NamespaceSpec
     from kvkeep.v1.block_cache_pb2 import OpenNamespaceResponse
+
+
+class Usable(NamedTuple):
+    """The longest usable prefix, and what each group alone allows; `replayed` of its keys come
+    only with a replay."""
+
+    found: Found
+    groups: tuple[int, ...]
+    replayed: int
 
 
 class Opened:
@@ -22,7 +36,8 @@ class Opened:
         set_index: Handle of the namespace set.
         set_id: 16 bytes, the identity.
         ranks: Flat ranks whose shards lie on this host.
-        full_groups: Indexes of the groups that a usable prefix needs.
+        full_groups: Indexes of the FULL groups.
+        rules: Those of the WINDOW and STATE groups, by index.
         tokens_per_key: Tokens that one key stands for.
         near_misses: Stored sets that differ in few fields: (set id, names of the fields).
     """
@@ -39,13 +54,15 @@ class Opened:
         self.near_misses = [
             (near.set_id, tuple(near.differing_fields)) for near in response.near_misses
         ]
-        # A replayable STATE shortens no prefix, and other kinds are not opened in this release.
+        self.tokens_per_key = tokens_of_a_key(spec.groups)
         self.full_groups = tuple(
             i for i, group in enumerate(spec.groups) if group.kind is GroupKind.FULL
         )
-        self.tokens_per_key = min(
-            (spec.groups[i].tokens_per_block for i in self.full_groups), default=0
-        )
+        self.rules = {
+            i: BoundaryRule(group, self.tokens_per_key)
+            for i, group in enumerate(spec.groups)
+            if group.kind is not GroupKind.FULL
+        }
         self.block_nbytes = tuple(group.block_nbytes for group in spec.groups)
         self.slot_nbytes = tuple(response.slot_nbytes) or self.block_nbytes
         self._key_nbytes = spec.key_nbytes
@@ -67,9 +84,9 @@ class Opened:
     def checked_group(self, group: int) -> int:
         """Errors: InvalidArgumentError."""
         number = whole(group)
-        if number is None or number not in self.full_groups:
-            fix = "name a FULL group: others are not served in this release"
-            raise invalid("group", group, f"one of {self.full_groups}", fix)
+        if number is None or not 0 <= number < len(self.block_nbytes):
+            fix = "name one of the specification's groups"
+            raise invalid("group", group, f"0 to {len(self.block_nbytes) - 1}", fix)
         return number
 
     def check_count(self, keys: int) -> None:
@@ -79,14 +96,58 @@ class Opened:
             allowed = f"at most {limit} keys a call, the daemon's limit"
             raise invalid("keys", f"{keys} keys", allowed, "split the call")
 
-    def find(self, words: Words) -> Found:
-        """Leading keys that are stored for every local rank and FULL group.
+    def find(self, words: Words) -> Usable:
+        """The longest usable prefix; at least one key.
 
-        The row is that of the first rank and group.
+        The row is that of its last key, of the first rank and group.
         """
         table = self.session.table()
         if table is None:
-            return NOTHING
+            return Usable(NOTHING, (0,) * len(self.block_nbytes), 0)
+        found = self._find_full(table, words)
+        if not self.rules:
+            return Usable(found, (found.blocks,) * len(self.full_groups), 0)
+        needs = [
+            (number, rule, self._present(table, number, words, found.blocks))
+            for number, rule in self.rules.items()
+        ]
+        shortening = [(rule, present) for _, rule, present in needs if rule.shortens]
+        blocks = longest_usable(shortening, found.blocks)
+        replayed = blocks - longest_usable([need[1:] for need in needs], blocks)
+        groups = [found.blocks] * len(self.block_nbytes)
+        for number, rule, present in needs:
+            groups[number] = rule.longest(present, found.blocks)
+        if blocks and (blocks < found.blocks or not self.full_groups):
+            seed = self._seed(table, self.ranks[0], self._first_group(needs, blocks))
+            found = table.find_at(seed, words, blocks - 1)
+        return Usable(found._replace(blocks=blocks), tuple(groups), replayed)
+
+    def _first_group(self, needs: Sequence[tuple[int, BoundaryRule, bytes]], blocks: int) -> int:
+        """A group that has a block at the end of a usable prefix."""
+        if self.full_groups:
+            return self.full_groups[0]
+        return next((number for number, _, present in needs if present[blocks - 1]), 0)
+
+    def _present(self, table: IndexTable, group: int, words: Words, limit: int) -> bytes:
+        """Which of the first keys have a block of this group in every local rank: a byte each."""
+        there = (1 << 8 * limit) - 1
+        for rank in self.ranks:
+            present = table.present(self._seed(table, rank, group), words, limit)
+            there &= int.from_bytes(present, "little")
+        return there.to_bytes(limit, "little")
+
+    def absent(self, words: Words, rank: int, group: int, positions: Sequence[int]) -> list[int]:
+        """Of the keys at these positions those without a block of one rank and group."""
+        table = self.session.table()
+        if table is None or not positions:
+            return list(positions)
+        present = table.present(self._seed(table, rank, group), words, positions[-1] + 1)
+        return [position for position in positions if not present[position]]
+
+    def _find_full(self, table: IndexTable, words: Words) -> Found:
+        """Leading keys that are stored for every local rank and FULL group; all without such."""
+        if not self.full_groups:
+            return Found(words.count, NO_ROW, 0)
         table_id, seeds = self._all_seeds
         if table_id != table.table_id:
             seeds = self._make_seeds(table)
@@ -117,6 +178,35 @@ class Opened:
             limit = table.find_on_nvme(self._seed(table, rank, group), words, limit)
         return limit
 
+    def new_blocks(
+        self, words: Words, rank: int, positions: Mapping[int, Sequence[int]], *, on_nvme: bool
+    ) -> dict[int, Sequence[int]]:
+        """Positions of the keys whose blocks of one rank are to be stored, by group.
+
+        `positions` are those of WINDOW and STATE groups that have a block. With `on_nvme` what
+        lies in ram only is to be stored, too. Errors: InvalidArgumentError.
+        """
+        wanted = {
+            self._boundary_group(group): _ascending(group, own, words.count)
+            for group, own in positions.items()
+        }
+        new: dict[int, Sequence[int]] = {}
+        if self.full_groups:
+            # Children never outlive their parents, so what is stored is a prefix.
+            find = self.find_on_nvme if on_nvme else self.find_shard
+            new = dict.fromkeys(self.full_groups, range(find(words, rank), words.count))
+        for group, own in sorted(wanted.items()):
+            again = on_nvme and self.rules[group].shortens
+            new[group] = own if again else self.absent(words, rank, group, own)
+        return new
+
+    def _boundary_group(self, group: int) -> int:
+        number = whole(group)
+        if number is None or number not in self.rules:
+            fix = "name WINDOW and STATE groups; FULL ones have a block for every key"
+            raise invalid("positions", group, f"groups {tuple(self.rules)}", fix)
+        return number
+
     def find_rows(self, words: Words, rank: int, group: int) -> Rows:
         """Where the leading blocks of one rank and group lie in ram."""
         table = self.session.table()
@@ -145,3 +235,13 @@ class Opened:
             kept = {k: value for k, value in self._seeds.items() if k[0] == table.table_id}
             self._seeds = {**kept, key: seed}
         return seed
+
+
+def _ascending(group: int, positions: Sequence[int], keys: int) -> list[int]:
+    """Positions as plain integers. Errors: InvalidArgumentError."""
+    numbers = [whole(position) for position in positions]
+    plain = [number for number in numbers if number is not None and 0 <= number < keys]
+    if len(plain) < len(numbers) or any(a >= b for a, b in pairwise(plain)):
+        fix = "name each key that has a block once, in order"
+        raise invalid(f"positions[{group}]", positions, f"ascending, 0 to {keys - 1}", fix)
+    return plain

@@ -80,15 +80,22 @@ class Lookup(NamedTuple):
     """The longest usable prefix.
 
     Attributes:
-        blocks: Leading keys that are stored for every local rank and FULL group.
+        blocks: Leading keys that are usable: stored for every local rank and FULL group, with what
+            the WINDOW and EXACT STATE groups need there.
         tokens: The same in tokens.
         complete: The answer covers everything that this host stores. False when there is no
             session with the daemon, and for what the shared index cannot say.
+        replay_tokens: Of `tokens`, the last ones that can be used only when a missing REPLAYABLE
+            STATE is replayed.
+        groups: For each group of the specification, the leading keys that it alone would allow, of
+            those that all FULL groups have.
     """
 
     blocks: int
     tokens: int
     complete: bool
+    replay_tokens: int = 0
+    groups: tuple[int, ...] = ()
 
 
 NOTHING_FOUND = Lookup(0, 0, complete=False)

@@ -194,6 +194,51 @@ class IndexTable:
         """
         return self._search(seed, words, limit, None)
 
+    def find_at(self, seed: Seed, words: Words, position: int) -> Found:
+        """The row of one key; blocks is 1, or 0 when there is none."""
+        if not self.live:
+            return NOTHING
+        scratch = self._borrow()
+        there = self._find_piece(seed, words.piece(position, position + 1), scratch)
+        row = int(scratch.row[0])
+        self._scratches.append(scratch)
+        return Found(1, row, self._version_view[row]) if there else NOTHING
+
+    def present(self, seed: Seed, words: Words, limit: int) -> bytes:
+        """Which of the first `limit` keys have rows: a byte each, 1 = it has.
+
+        As with `find`, tag and check suffice for that.
+        """
+        if not self.live:
+            return bytes(limit)
+        scratch = self._borrow()
+        pieces = [
+            self._present_piece(seed, words.piece(at, min(at + PIECE_KEYS, limit)), scratch)
+            for at in range(0, limit, PIECE_KEYS)
+        ]
+        self._scratches.append(scratch)
+        return b"".join(pieces)
+
+    def _present_piece(self, seed: Seed, words: NDArray[np.uint64], scratch: _Scratch) -> bytes:
+        lines = self._probe_home(seed, words, scratch)
+        absent = bytearray(scratch.missing.tobytes())
+        if 1 in absent:
+            # A bucket with an empty row ends the search; those without are looked behind.
+            self._compare(lines, _ZERO, scratch)
+            np.equal(scratch.hit, _ZERO, scratch.missing)
+            overflown = scratch.missing.tobytes()
+            for position in range(len(absent)):
+                if absent[position]:
+                    row = -1
+                    if overflown[position]:
+                        tag, home = int(scratch.tag[position]), int(scratch.home[position])
+                        row = self._probe_on(tag, home)
+                    absent[position] = row < 0
+                    scratch.row[position] = max(row, 0)
+        agree = (self._check[scratch.row] == scratch.check).tobytes()
+        there = int.from_bytes(agree, "little") & ~int.from_bytes(absent, "little")
+        return there.to_bytes(len(words), "little")
+
     def find_on_nvme(self, seed: Seed, words: Words, limit: int) -> int:
         """How many of the first `limit` keys lie on nvme, up to the first that does not.
 

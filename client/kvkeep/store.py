@@ -17,10 +17,10 @@ from kvkeep.errors import (
 )
 from kvkeep.results import CommitResult, CommitStatus
 from kvkeep.spec import deadline_of, invalid
-from kvkeep.v1.block_cache_pb2 import CommitRequest, CommitResponse, StagedGroup
+from kvkeep.v1.block_cache_pb2 import CommitRequest, CommitResponse
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from types import TracebackType
     from typing import Self
 
@@ -42,9 +42,10 @@ class Store:
     exception stores nothing. After either the views are dead: using one is a ValueError.
 
     Attributes:
-        new: Positions in the keys that are not stored yet, as the shared index says.
-        views: Writable views for them, of the first group of `groups`, each of its block_nbytes.
-        groups: Groups that are stored.
+        new: Positions in the keys that are not stored yet, as the shared index says, of the first
+            group of `groups`; in a FULL group a range to the last key.
+        views: Writable views for them, each of the group's block_nbytes.
+        groups: Groups that are stored: the FULL ones first, then those that `positions` named.
         result: None before the commit.
     """
 
@@ -53,22 +54,24 @@ class Store:
         opened: Opened,
         template: CommitRequest,
         *,
-        count: int,
-        new: range,
+        keys: range,
+        new: Mapping[int, Sequence[int]],
         timeout_s: float,
         later: Callable[[Callable[[], None]], None],
     ) -> None:
         """Made by `Namespace.store`. `template` has everything but the staged blocks.
 
-        `later` runs a job in the keeper's thread. Errors: SessionLostError.
+        `keys` are the positions of its keys among those of the store, `new` those of each group
+        that are to be stored. `later` runs a job in the keeper's thread. Errors: SessionLostError.
         """
-        self.new = new
-        self.groups = opened.full_groups
+        self.groups = tuple(new)
+        self.new = new[self.groups[0]] if new else range(0)
+        self._new = new
+        self._keys = keys
         self.result: CommitResult | None = None
         self._opened = opened
         self._staging = opened.session.require_staging()
         self._request = template
-        self._count = count
         self._timeout_s = timeout_s
         self._later = later
         # The daemon may be reading the staging range: it is not ours to give back.
@@ -85,7 +88,7 @@ class Store:
         try:
             for group in self.groups:
                 nbytes = self._opened.block_nbytes[group]
-                offsets = staging.allocate(nbytes, len(self.new), self._timeout_s)
+                offsets = staging.allocate(nbytes, len(self._new[group]), self._timeout_s)
                 self._offsets[group] = offsets
                 self._views[group] = [staging.region[at : at + nbytes] for at in offsets]
         except BaseException:
@@ -97,8 +100,17 @@ class Store:
         """Writable views for the new blocks, of the first group."""
         return self.group_views(self.groups[0])
 
+    def new_of(self, group: int) -> Sequence[int]:
+        """Positions in the keys of the new blocks of one group, ascending.
+
+        Errors: InvalidArgumentError (no such group).
+        """
+        if group not in self._new:
+            raise invalid("group", group, f"the store's groups {self.groups}", "name one of them")
+        return self._new[group]
+
     def group_views(self, group: int) -> list[memoryview]:
-        """Writable views for the new blocks, of one group.
+        """Writable views for the new blocks, of one group: one for each of `new_of`.
 
         Errors: InvalidArgumentError (no such group, or committed already).
         """
@@ -120,7 +132,7 @@ class Store:
         """
         deadline_s = deadline_of(timeout_s, self._timeout_s)
         if self.result is None:
-            if self.new:
+            if any(self._new.values()):
                 request = self._complete_request()
                 transport = self._opened.session.transport
                 self.result = self._answered(lambda: transport.commit(request, deadline_s))
@@ -130,7 +142,7 @@ class Store:
 
     def begin(self) -> PendingCommit | None:
         """Send the Commit; None when there is nothing to send. Errors: as `commit`."""
-        if not self.new:
+        if not any(self._new.values()):
             return None
         request = self._complete_request()
         try:
@@ -149,10 +161,16 @@ class Store:
         if not self._offsets:
             raise invalid("store", "over", "an open store", "make a new store")
         self._opened.session.require_staging()
+        first = self._keys.start
         for group, offsets in self._offsets.items():
-            self._request.groups.append(
-                StagedGroup(group=group, staging_offsets=struct.pack(f"<{len(offsets)}Q", *offsets))
-            )
+            if offsets:
+                at, count = self._new[group], len(offsets)
+                positions = [] if count == len(self._keys) else [one - first for one in at]
+                self._request.groups.add(
+                    group=group,
+                    positions=struct.pack(f"<{len(positions)}I", *positions),
+                    staging_offsets=struct.pack(f"<{count}Q", *offsets),
+                )
         return self._request
 
     def _answered(self, wait: Callable[[], CommitResponse]) -> CommitResult:
@@ -178,7 +196,8 @@ class Store:
             self._free()
 
     def _result(self, status: bytes) -> CommitResult:
-        all_status = bytes([CommitStatus.ALREADY_STORED]) * (self._count - len(self.new)) + status
+        there = self._keys.stop - len(status)
+        all_status = bytes([CommitStatus.ALREADY_STORED]) * there + status
         stored = all_status.count(CommitStatus.STORED)
         there = all_status.count(CommitStatus.ALREADY_STORED)
         return CommitResult(

@@ -16,9 +16,10 @@ from kvkeep_server.core.hints import Hints
 from kvkeep_server.core.memory_limit import MemoryLimit
 from kvkeep_server.core.results import AckLevel, CommitStatus, GroupKind, RenewStatus
 from kvkeep_server.daemon import Core, build_core
-from kvkeep_server.service.block_service import CommitOrder
-from kvkeep_server.service.namespaces import GroupSpec, NamespaceSpec, OpenedNamespace
+from kvkeep_server.service.commit_orders import CommitOrder
+from kvkeep_server.service.namespaces import OpenedNamespace
 from kvkeep_server.service.sessions import HelloFacts, Session, Welcome
+from kvkeep_server.service.spec import GroupSpec, NamespaceSpec
 from kvkeep_server.tiering.manager import Grant, Prefix, ReadOrder
 from kvkeep_server.tiering.removal import Removed
 from kvkeep_server.tiering.transfers import CopyIn
@@ -221,6 +222,8 @@ class Harness:
         `CommitOrder`."""
         groups, at = [], 0
         for number, of_group in enumerate(blocks):
+            if blocks and max(map(len, blocks)) and not len(of_group):
+                continue  # without a block a group is not named
             nbytes = opened.namespace_set.spec.groups[number].block_nbytes
             stride = -(-nbytes // 64) * 64
             offsets = at + np.arange(len(of_group), dtype="<u8") * stride
@@ -277,14 +280,30 @@ class Harness:
         rank: int = 0,
     ) -> list[CommitStatus]:
         """Stores `block_of` each key and rank, in all groups."""
-        groups = self.lay(
-            session,
-            opened,
-            [
-                [block_of(key, group.block_nbytes, salt_of(rank, number)) for key in keys]
-                for number, group in enumerate(opened.namespace_set.spec.groups)
-            ],
-        )
+        everywhere = [range(len(keys)) for _ in opened.namespace_set.spec.groups]
+        return self.put_at(session, opened, keys, everywhere, parent=parent, rank=rank)
+
+    def put_at(
+        self,
+        session: Session,
+        opened: OpenedNamespace,
+        keys: Sequence[bytes],
+        positions: Sequence[Sequence[int]],
+        *,
+        parent: bytes = b"",
+        rank: int = 0,
+    ) -> list[CommitStatus]:
+        """Stores `block_of` the keys at these positions of each group."""
+        blocks = [
+            [block_of(keys[at], group.block_nbytes, salt_of(rank, number)) for at in at_all]
+            for (number, group), at_all in zip(
+                enumerate(opened.namespace_set.spec.groups), positions, strict=True
+            )
+        ]
+        groups = [
+            (number, np.array(positions[number], "<u4").tobytes(), offsets)
+            for number, _, offsets in self.lay(session, opened, blocks)
+        ]
         work = self.commit(session, opened, keys, groups, parent=parent, rank=rank)
         return self.run(work)
 
@@ -337,16 +356,20 @@ class Harness:
 
     def bytes_of(self, grant: Grant, column: int = 0) -> list[bytes]:
         """What a client would read under the lease."""
-        space, ids = grant.columns[column]
-        addresses = self.core.residency.columns.address[ids].tolist()
-        return [bytes(self.core.ram.view(address, space.block_nbytes)) for address in addresses]
+        needed = grant.columns[column]
+        nbytes = needed.keyspace.block_nbytes
+        addresses = self.core.residency.columns.address[needed.ids].tolist()
+        return [bytes(self.core.ram.view(address, nbytes)) for address in addresses]
 
     def verify(self, grant: Grant, keys: Sequence[bytes]) -> None:
         """Everything that was leased is what `put` stored."""
         leased = keys[grant.first : grant.first + grant.leased]
-        for column, (space, _) in enumerate(grant.columns):
+        for column, needed in enumerate(grant.columns):
+            space, of_column = needed.keyspace, leased
+            if needed.positions is not None:
+                of_column = [keys[at] for at in needed.positions.tolist()]
             salt = salt_of(space.rank, space.group)
-            wanted = [block_of(key, space.block_nbytes, salt) for key in leased]
+            wanted = [block_of(key, space.block_nbytes, salt) for key in of_column]
             assert self.bytes_of(grant, column) == wanted
 
 

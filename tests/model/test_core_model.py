@@ -293,7 +293,8 @@ class CoreAgainstDicts(RuleBasedStateMachine):
         if grant.lease is not None:
             keys = keys[grant.first : grant.first + grant.leased]
             leased = Leased(by, set_number, keys, grant, self._read(grant))
-            for (space, _), got in zip(grant.columns, leased.read, strict=True):
+            for needed, got in zip(grant.columns, leased.read, strict=True):
+                space = needed.keyspace
                 for key, payload in zip(keys, got, strict=True):
                     name = (set_number, key, space.rank, space.group)
                     assert payload == self.acknowledged[name]

@@ -168,7 +168,8 @@ class TiersAgainstADict(RuleBasedStateMachine):
         keys = chain(which, number)[:length]
         self.core.wait_s = 30.0 if waits else 0.0
         grant = self.core.acquire(self.session, self.opened[which], keys)
-        for column, (space, _) in enumerate(grant.columns):
+        for column, needed in enumerate(grant.columns):
+            space = needed.keyspace
             contents = self.core.bytes_of(grant, column)
             for key, content in zip(keys, contents, strict=False):
                 assert (which, key) not in self.removed

@@ -318,7 +318,9 @@ class GroupSpec(google.protobuf.message.Message):
     """1 to 64 characters of [A-Za-z0-9_.-], unique in the specification"""
     kind: Global___GroupKind.ValueType
     tokens_per_block: builtins.int
-    """> 0; for STATE the distance of its boundaries"""
+    """> 0; for STATE the distance of its boundaries. One key stands for as many tokens as a FULL block has, which are equally
+    many in all FULL groups, or without such groups for those of the smallest block; others have a multiple of it.
+    """
     block_nbytes: builtins.int
     """bytes of one block of one rank, > 0, at most limits.block_nbytes_max"""
     window_tokens: builtins.int
@@ -812,7 +814,7 @@ Global___LookupRequest: typing_extensions.TypeAlias = LookupRequest
 
 @typing.final
 class GroupPrefix(google.protobuf.message.Message):
-    """What one group can give."""
+    """The longest prefix that one group would allow by itself, of the keys that all FULL groups have."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -822,6 +824,7 @@ class GroupPrefix(google.protobuf.message.Message):
     group: builtins.int
     """index into NamespaceSpec.groups"""
     prefix_blocks: builtins.int
+    """leading keys"""
     prefix_tokens: builtins.int
     def __init__(
         self,
@@ -877,7 +880,7 @@ class LookupResponse(google.protobuf.message.Message):
     evicted_age_s: builtins.int
     """for EVICTED"""
     replay_tokens: builtins.int
-    """what replaying a missing STATE would add"""
+    """Of prefix_tokens, the last ones that can be used only when a missing REPLAYABLE STATE is replayed; 0 = no replay."""
     redis_unknown: builtins.bool
     """redis was not asked"""
     @property
@@ -949,7 +952,9 @@ Global___AcquireRequest: typing_extensions.TypeAlias = AcquireRequest
 
 @typing.final
 class LeasedColumn(google.protobuf.message.Message):
-    """Columns of one rank and group. Each has one entry for each leased block (from skip_blocks on)."""
+    """Columns of one rank and group. Each has one entry for each leased block (from skip_blocks on): in a FULL group every key
+    has one, in the others those keys that the prefix needs.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -957,12 +962,15 @@ class LeasedColumn(google.protobuf.message.Message):
     GROUP_FIELD_NUMBER: builtins.int
     ADDRESSES_FIELD_NUMBER: builtins.int
     GENERATIONS_FIELD_NUMBER: builtins.int
+    POSITIONS_FIELD_NUMBER: builtins.int
     rank: builtins.int
     group: builtins.int
     addresses: builtins.bytes
     """little-endian u64: shared_memory.md, "address"; 0 while PENDING"""
     generations: builtins.bytes
     """little-endian u64"""
+    positions: builtins.bytes
+    """WINDOW and STATE: position in the request's keys of each block, little-endian u32, ascending"""
     def __init__(
         self,
         *,
@@ -970,8 +978,9 @@ class LeasedColumn(google.protobuf.message.Message):
         group: builtins.int = ...,
         addresses: builtins.bytes = ...,
         generations: builtins.bytes = ...,
+        positions: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["addresses", b"addresses", "generations", b"generations", "group", b"group", "rank", b"rank"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["addresses", b"addresses", "generations", b"generations", "group", b"group", "positions", b"positions", "rank", b"rank"]) -> None: ...
 
 Global___LeasedColumn: typing_extensions.TypeAlias = LeasedColumn
 
@@ -1141,7 +1150,9 @@ class StagedGroup(google.protobuf.message.Message):
     group: builtins.int
     """index into NamespaceSpec.groups"""
     positions: builtins.bytes
-    """Positions in `keys` that have a block of this group, little-endian u32; empty = every key."""
+    """Positions in `keys` that have a block of this group, little-endian u32, ascending; empty = every key. The same in all
+    FULL groups. A key without a block in any group answers ALREADY_STORED.
+    """
     staging_offsets: builtins.bytes
     """little-endian u64, one a block: byte offset in the session's staging file"""
     def __init__(

@@ -140,7 +140,9 @@ class BlockCacheServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Lookup(self, request, context):
-        """Longest usable prefix, without a lease. For remote clients, and for what the shared index cannot say.
+        """Longest usable prefix, without a lease. For remote clients, and for what the shared index cannot say. Usable is a
+        prefix that has all of its blocks in the FULL groups, its last ones in the WINDOW groups, and a STATE at its end where
+        the group is EXACT: in each local rank (shared_memory.md, section 8).
         Errors: INVALID_ARGUMENT (among others: more than limits.keys_max keys), NOT_FOUND (namespace set not open).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -183,8 +185,10 @@ class BlockCacheServicer(object):
 
     def Commit(self, request, context):
         """Seals blocks that lie in the session's staging ring. The daemon copies, then checksums the copy; after the
-        answer the staging range is the client's again, and later writes to it are invisible. Groups of one
-        boundary are one unit: all become visible or none.
+        answer the staging range is the client's again, and later writes to it are invisible. What is offered of one key
+        becomes visible together, or none of it: FULL groups, all of them, and any of the WINDOW and STATE groups. Those can
+        also be stored later, by themselves. They have no parents, and a prefix needs them at its boundary only
+        (shared_memory.md, section 8).
         Idempotent: a block that is there already answers ALREADY_STORED.
         Errors: INVALID_ARGUMENT (staging range outside the ring, wrong sizes), NOT_FOUND, FAILED_PRECONDITION
         (ack level that no configured tier can give, namespace is read-only), RESOURCE_EXHAUSTED (limits.*).

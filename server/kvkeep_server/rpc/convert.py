@@ -32,17 +32,11 @@ from kvkeep_server.core.results import (
     StopReason,
 )
 from kvkeep_server.index.layout import LAYOUT_VERSION
-from kvkeep_server.service.block_service import CommitOrder
 from kvkeep_server.service.checking import CheckOrder, CheckReport
-from kvkeep_server.service.namespaces import (
-    GROUPS_MAX,
-    SWITCHES_NBYTES_MAX,
-    GroupSpec,
-    NamespaceSet,
-    NamespaceSpec,
-    OpenedNamespace,
-)
+from kvkeep_server.service.commit_orders import CommitOrder
+from kvkeep_server.service.namespaces import NamespaceSet, OpenedNamespace
 from kvkeep_server.service.sessions import Event
+from kvkeep_server.service.spec import GROUPS_MAX, SWITCHES_NBYTES_MAX, GroupSpec, NamespaceSpec
 from kvkeep_server.tiering.columns import BlockColumns
 from kvkeep_server.tiering.manager import Grant, Prefix
 from kvkeep_server.tiering.removal import Removed
@@ -229,13 +223,15 @@ def opened_message(
 ) -> pb.OpenNamespaceResponse:
     """Answer to OpenNamespace."""
     namespace_set = opened.namespace_set
-    first = {keyspace.rank: keyspace for keyspace in reversed(opened.spaces.local)}
+    keyspaces = namespace_set.keyspaces
     return pb.OpenNamespaceResponse(
         set_index=opened.spaces.index,
         set_id=namespace_set.set_id,
         ranks=[
             pb.RankNamespace(
-                rank=rank, namespace_id=first[rank].namespace_id, namespace_index=first[rank].index
+                rank=rank,
+                namespace_id=keyspaces[rank, 0].namespace_id,
+                namespace_index=keyspaces[rank, 0].index,
             )
             for rank in opened.ranks
         ],
@@ -251,19 +247,15 @@ def opened_message(
 def lookup_message(opened: OpenedNamespace, prefix: Prefix) -> pb.LookupResponse:
     """Answer to Lookup."""
     spec = opened.namespace_set.spec
-    groups = [
-        pb.GroupPrefix(
-            group=g,
-            prefix_blocks=prefix.blocks,
-            prefix_tokens=prefix.blocks * group.tokens_per_block,
-        )
-        for g, group in enumerate(spec.groups)
-        if group.kind == GroupKind.FULL
-    ]
+    tokens = spec.tokens_per_key
     return pb.LookupResponse(
         prefix_blocks=prefix.blocks,
-        prefix_tokens=min(group.prefix_tokens for group in groups),
-        groups=groups,
+        prefix_tokens=prefix.blocks * tokens,
+        groups=[
+            pb.GroupPrefix(group=group, prefix_blocks=keys, prefix_tokens=keys * tokens)
+            for group, keys in enumerate(prefix.groups)
+        ],
+        replay_tokens=prefix.replayed * tokens,
         runs=_runs(prefix),
         ended=pb.MissReason.ValueType(prefix.ended),
         evicted_age_s=_age(prefix),
@@ -290,17 +282,22 @@ def grant_message(
         status=bytes(status),
         columns=[
             pb.LeasedColumn(
-                rank=space.rank,
-                group=space.group,
-                addresses=columns.address[ids].tobytes(),
-                generations=columns.generation[ids].tobytes(),
+                rank=needed.keyspace.rank,
+                group=needed.keyspace.group,
+                addresses=columns.address[needed.ids].tobytes(),
+                generations=columns.generation[needed.ids].tobytes(),
+                positions=_packed(needed.positions),
             )
-            for space, ids in grant.columns
+            for needed in grant.columns
         ],
         runs=_runs(grant.prefix),
         ended=pb.MissReason.ValueType(grant.prefix.ended),
         evicted_age_s=_age(grant.prefix),
     )
+
+
+def _packed(positions: NDArray[np.int64] | None) -> bytes:
+    return b"" if positions is None else positions.astype("<u4").tobytes()
 
 
 def _runs(prefix: Prefix) -> list[pb.TierRun]:

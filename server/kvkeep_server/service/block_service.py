@@ -15,38 +15,30 @@ from kvkeep_server.core.errors import (
     NotFoundError,
     ResourceExhaustedError,
     TierUnavailableError,
-    UnsupportedError,
 )
 from kvkeep_server.core.hints import Hints
 from kvkeep_server.core.keys import KeyBatch
-from kvkeep_server.core.results import AckLevel, GroupKind, MissReason, RenewStatus, StopReason
+from kvkeep_server.core.results import AckLevel, MissReason, RenewStatus, StopReason
 from kvkeep_server.index.layout import LAYOUT_VERSION, PAGE_NBYTES
 from kvkeep_server.service.checking import Checker
-from kvkeep_server.service.namespaces import (
-    Namespaces,
-    NamespaceSet,
-    NamespaceSpec,
-    OpenedNamespace,
-)
+from kvkeep_server.service.commit_orders import WAIT_MAX_S, CommitOrder, batch_of
+from kvkeep_server.service.namespaces import Namespaces, NamespaceSet, OpenedNamespace
 from kvkeep_server.service.sessions import Session, Sessions
+from kvkeep_server.service.spec import NamespaceSpec
 from kvkeep_server.service.touch_ring import NO_ROW
-from kvkeep_server.tiering.commits import CommitBatch, Commits, StagedGroup
+from kvkeep_server.tiering.chain import at_boundary
+from kvkeep_server.tiering.commit_plan import CommitBatch
+from kvkeep_server.tiering.commits import Commits
 from kvkeep_server.tiering.lineage import chain_to
 from kvkeep_server.tiering.manager import Grant, Prefix, ReadOrder, TierManager
 from kvkeep_server.tiering.removal import Removed
 
 I64 = NDArray[np.int64]
 U8 = NDArray[np.uint8]
-# Staging offsets are multiples of a cache line, so that a copy never shares one with another block.
-STAGING_ALIGNMENT = 64
-_ZERO = np.uint64(0)
 # Keys times local ranks and groups of one call: bounds its work, and its answer to 34 MiB.
 _ENTRIES_MAX = 1 << 21
 # A look-up in shared memory has no limit of keys; a record that claims more than this is a lie.
 _ASKED_MAX = 1 << 24
-# Nobody waits for a slow tier longer, whatever he asks for.
-_WAIT_MAX_S = 60.0
-_NVME_WAIT_S = 1.0
 # Look-ups of clients are credited in slices, so that a full ring never holds the loop for long.
 _TOUCHES_A_DRAIN = 512
 _CHAIN_STEPS_A_DRAIN = 65536
@@ -58,31 +50,6 @@ class ServiceLimits:
 
     keys_max: int
     commits_running_max: int
-
-
-@dataclass(frozen=True, slots=True)
-class CommitOrder:
-    """A Commit as it came from the wire.
-
-    Attributes:
-        set_index: Handle of the namespace set.
-        rank: Whose shards.
-        parent_key: Key before the first, or empty.
-        keys: Packed.
-        groups: (group, positions packed u32, staging offsets packed u64).
-        ack_level: Asked for.
-        hints: For the policies.
-        wait_s: For levels above RAM: how long at most, 0 = one second.
-    """
-
-    set_index: int
-    rank: int
-    parent_key: bytes
-    keys: bytes
-    groups: Sequence[tuple[int, bytes, bytes]]
-    ack_level: AckLevel
-    hints: Hints
-    wait_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -173,15 +140,15 @@ class BlockService:
         spec_groups = opened.namespace_set.spec.groups
         wanted = set(groups) if len(groups) <= len(spec_groups) else {len(spec_groups)}
         for group in wanted:
-            if group >= len(spec_groups) or spec_groups[group].kind != GroupKind.FULL:
+            if group >= len(spec_groups):
                 raise InvalidArgumentError(
                     "groups",
                     group if len(groups) <= len(spec_groups) else f"{len(groups)} indices",
-                    f"indices of FULL groups, 0 to {len(spec_groups) - 1}, each once",
+                    f"indices of groups, 0 to {len(spec_groups) - 1}, each once",
                     "leave it empty for all",
                 )
         batch = self._keys(opened, keys)
-        order = replace(order, wait_s=min(order.wait_s, _WAIT_MAX_S))
+        order = replace(order, wait_s=min(order.wait_s, WAIT_MAX_S))
         grant = self.manager.acquire(opened.spaces, batch, order)
         if isinstance(grant, Grant):
             return _of_groups(grant, wanted), len(batch)
@@ -268,64 +235,12 @@ class BlockService:
 
     def _batch(self, session: Session, order: CommitOrder) -> CommitBatch:
         opened = self._opened(session, order.set_index)
-        spec = opened.namespace_set.spec
         served = [AckLevel.UNSPECIFIED, AckLevel.RAM]
         served += [AckLevel.NVME] if self.commits.writes_through else []
         if order.ack_level not in served:
             msg = f"ack level {order.ack_level.name}: no such tier is configured; use RAM"
             raise FailedPreconditionError(msg)
-        if order.rank not in opened.ranks:
-            raise InvalidArgumentError(
-                "rank",
-                order.rank,
-                f"one of {list(opened.ranks)}",
-                "open the namespace with this rank as local",
-            )
-        if len(order.parent_key) not in (0, spec.key_nbytes):
-            raise InvalidArgumentError(
-                "parent_key",
-                f"{len(order.parent_key)} bytes",
-                f"0 or {spec.key_nbytes} bytes",
-                "give the whole key",
-            )
-        keys = self._keys(opened, order.keys)
-        staged = {group: (positions, offsets) for group, positions, offsets in order.groups}
-        full = [g for g, group in enumerate(spec.groups) if group.kind == GroupKind.FULL]
-        if any(group not in full for group in staged):
-            wrong = sorted(set(staged) - set(full))[:20]
-            msg = f"groups {wrong}: only FULL groups {full} can be stored in this release"
-            raise UnsupportedError(msg)
-        if sorted(staged) != full or len(order.groups) != len(full):
-            raise InvalidArgumentError(
-                "groups",
-                [group for group, _, _ in order.groups],
-                f"each of {full} once",
-                _FIX_GROUPS,
-            )
-        groups = []
-        for group in full:
-            positions, packed = staged[group]
-            if positions and positions != np.arange(len(keys), dtype="<u4").tobytes():
-                raise InvalidArgumentError(
-                    "groups.positions",
-                    f"{len(positions)} bytes",
-                    "empty, or 0 to keys - 1",
-                    _FIX_GROUPS,
-                )
-            nbytes = spec.groups[group].block_nbytes
-            offsets = _offsets(packed, len(keys), nbytes, session.staging.nbytes)
-            groups.append(StagedGroup(opened.namespace_set.keyspaces[order.rank, group], offsets))
-        parent = KeyBatch.unpack(order.parent_key, spec.key_nbytes, "parent_key")
-        wait_s = min(order.wait_s or _NVME_WAIT_S, _WAIT_MAX_S)
-        return CommitBatch(
-            opened.spaces,
-            parent,
-            keys,
-            groups,
-            session.staging.buffer,
-            order.hints,
-            wait_s if order.ack_level is AckLevel.NVME else None,
-        )
+        return batch_of(order, opened, self._keys(opened, order.keys), session.staging.buffer)
 
     def _opened(self, session: Session, set_index: int) -> OpenedNamespace:
         if set_index not in session.opened:
@@ -336,7 +251,7 @@ class BlockService:
     def _keys(self, opened: OpenedNamespace, packed: bytes) -> KeyBatch:
         keys = KeyBatch.unpack(packed, opened.namespace_set.spec.key_nbytes)
         self._bounded("keys", len(keys))
-        columns = len(opened.spaces.local)
+        columns = opened.spaces.columns
         if len(keys) * columns > _ENTRIES_MAX:
             raise InvalidArgumentError(
                 "keys",
@@ -385,7 +300,11 @@ class BlockService:
         reason = StopReason(stop) if stop <= max(StopReason) else StopReason.OTHER
         hints = Hints(reason, output, bool(sub_agent), b"", hit_tokens)
         residency.touch(chain, hints)
-        return max(1, len(chain))
+        # A record names one row: what else the prefix needs has the keys of its last blocks.
+        others = at_boundary(residency, spaces, chain)
+        for units in others:
+            residency.touch(units, hints)
+        return max(1, len(chain) + sum(map(len, others)))
 
     def sweep(self) -> None:
         """Ends leases and sessions whose time is over."""
@@ -431,36 +350,5 @@ def _of_groups(grant: Grant, wanted: Collection[int]) -> Grant:
     """Only the columns of these groups; none named = all."""
     if not wanted:
         return grant
-    columns = [(space, ids) for space, ids in grant.columns if space.group in wanted]
+    columns = [needed for needed in grant.columns if needed.keyspace.group in wanted]
     return replace(grant, columns=columns)
-
-
-_FIX_GROUPS = "commit all FULL groups of a boundary together, each with one block a key"
-
-
-def _offsets(packed: bytes, count: int, nbytes: int, staging_nbytes: int) -> I64:
-    if len(packed) != count * 8:
-        raise InvalidArgumentError(
-            "groups.staging_offsets",
-            f"{len(packed)} bytes",
-            f"{count * 8} bytes",
-            "give one u64 for each key",
-        )
-    if count and nbytes > staging_nbytes:
-        raise InvalidArgumentError(
-            "groups.staging_offsets",
-            f"a place for {nbytes} bytes",
-            f"what lies inside the staging of {staging_nbytes} bytes",
-            "attach with a larger staging",
-        )
-    offsets = np.frombuffer(packed, np.uint64)
-    wrong = offsets > np.uint64(max(0, staging_nbytes - nbytes))
-    wrong |= (offsets & np.uint64(STAGING_ALIGNMENT - 1)) != _ZERO
-    if wrong.any():
-        raise InvalidArgumentError(
-            "groups.staging_offsets",
-            int(offsets[int(wrong.argmax())]),
-            f"multiples of {STAGING_ALIGNMENT} from 0 to {staging_nbytes - nbytes}",
-            f"a block of {nbytes} bytes must lie inside the staging of {staging_nbytes} bytes",
-        )
-    return offsets.astype(np.int64)

@@ -168,6 +168,7 @@ class Demotion:
         units = np.concatenate((np.array(above[::-1], np.int64), units))
         wanted = (columns.row[units] >= 0) & columns.in_ram[units] & ~columns.recorded(units)
         queued = self._queued_units
+        wanted &= ~self._residency.ram_only(units)
         wanted &= np.array([unit not in queued for unit in units.tolist()], bool)
         return units[wanted]
 
@@ -308,7 +309,7 @@ class Demotion:
             created_ms=np.full(len(blocks), now_ms, np.uint64),
             last_used_ms=np.maximum(now_ms - ages_ms, 0).astype(np.uint64),
             retention_class=RETENTION_CLASS,
-            boundary_id=keyspace.set_id,
+            boundary_id=keyspace.boundary_id,
             boundary_members=keyspace.members,
             boundary_member=keyspace.member,
         )

@@ -44,6 +44,7 @@ class BlockFinder:
         self._starts: dict[int, tuple[np.uint64, np.uint64]] = {}
         self.keyspaces: list[Keyspace] = []
         self._sizes: I64 = np.zeros(0, np.int64)
+        self._ram_only: NDArray[np.bool_] = np.zeros(0, bool)
 
     # --- keyspaces and fingerprints
 
@@ -52,15 +53,21 @@ class BlockFinder:
         of itself when it is opened."""
         if keyspace.index < len(self.keyspaces):
             self.keyspaces[keyspace.index] = keyspace
+            self._ram_only[keyspace.index] = keyspace.ram_only
             return
         assert keyspace.index == len(self.keyspaces)
         self.keyspaces.append(keyspace)
         self._sizes = np.append(self._sizes, keyspace.block_nbytes)
+        self._ram_only = np.append(self._ram_only, keyspace.ram_only)
         self.columns.widen_keys(-(-keyspace.key_nbytes // 8))
 
     def keyspace_of(self, block: int) -> Keyspace:
         """Whose block this is."""
         return self.keyspaces[int(self.columns.keyspace[block])]
+
+    def ram_only(self, blocks: I64) -> NDArray[np.bool_]:
+        """Which blocks nvme never gets."""
+        return self._ram_only[self.columns.keyspace[blocks]]
 
     def nbytes_of(self, blocks: I64) -> int:
         """Payload bytes of blocks."""
@@ -141,15 +148,20 @@ class BlockFinder:
             differs |= stored[:, i] != keys.words[:, i]
         return differs
 
+    def find_placed(self, keyspace: Keyspace, keys: KeyBatch) -> I64:
+        """As `find`, -1 also for blocks that no tier has any more."""
+        ids = self.find(keyspace, keys)
+        if self.lost:
+            ids[(self.columns.address[ids] == 0) & (self.columns.nvme[ids] == 0)] = -1
+        return ids
+
     def prefix(self, keyspaces: Sequence[Keyspace], keys: KeyBatch) -> list[I64]:
         """The leading blocks that are resident in every keyspace: one array of ids each, equally
         long."""
         found: list[I64] = []
         for keyspace in keyspaces:
-            ids = self.find(keyspace, keys)
+            ids = self.find_placed(keyspace, keys)
             absent = ids < 0
-            if self.lost:
-                absent |= (self.columns.address[ids] == 0) & (self.columns.nvme[ids] == 0)
             if absent.any():
                 keys = keys.slice(0, int(absent.argmax()))
             found.append(ids)
@@ -196,7 +208,6 @@ class BlockFinder:
         block = int(self.table.ids[row])
         if block < 0:
             return -1
-        keyspace = int(self.columns.keyspace[block])
-        if not any(space.index == keyspace for space in spaces.local):
+        if not spaces.has(int(self.columns.keyspace[block])):
             return -1
         return int(self.columns.unit[block])

@@ -7,6 +7,7 @@ from typing import Protocol
 import xxhash
 
 from kvkeep_server.core.results import GroupKind
+from kvkeep_server.tiering.boundaries import BoundaryRule
 from kvkeep_server.tiers.record import checksum_seed
 
 # Their numbers are u16 in the columns of blocks.
@@ -26,9 +27,10 @@ class Keyspace:
         key_nbytes: Length of a key.
         block_nbytes: Payload of one block.
         checksum_seed: Binds checksums to (namespace, group, length).
-        set_id: 16 bytes that name the namespace set.
-        members: FULL groups of a rank: so many blocks of a key are stored together.
+        boundary_id: 16 bytes: blocks of one key whose keyspaces have the same form one unit.
+        members: So many blocks of a key and a rank are of use only together.
         member: Which of them these are, from 0.
+        ram_only: Whether nvme never gets them.
     """
 
     index: int
@@ -39,9 +41,10 @@ class Keyspace:
     key_nbytes: int
     block_nbytes: int
     checksum_seed: int
-    set_id: bytes
+    boundary_id: bytes
     members: int
     member: int
+    ram_only: bool = False
 
     @staticmethod
     def seed(namespace_id: bytes, group: int, block_nbytes: int) -> int:
@@ -69,15 +72,55 @@ class KeyspaceBook(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class BoundaryGroup:
+    """A WINDOW or STATE group. Its blocks have no ancestors; those of one key, all ranks, form a
+    unit of their own.
+
+    Attributes:
+        group: Index into the specification's groups.
+        rule: What a prefix needs of it.
+        shortens: Whether a prefix without that is of no use; else it can be replayed.
+        local: Keyspaces of the ranks that lie on this host.
+        siblings: All keyspaces in which a shard of a unit may lie.
+    """
+
+    group: int
+    rule: BoundaryRule
+    shortens: bool
+    local: tuple[Keyspace, ...]
+    siblings: Sequence[Keyspace]
+
+
+@dataclass(frozen=True, slots=True)
 class KeyspaceSet:
-    """The keyspaces of a namespace set whose blocks of one key form one unit.
+    """The keyspaces of a namespace set.
 
     Attributes:
         index: Number of the namespace set in this server epoch.
-        local: Keyspaces of the ranks that lie on this host, FULL groups, rank-major.
-        siblings: The indices of all keyspaces in which a shard of a unit may lie.
+        local: Keyspaces of the ranks that lie on this host, FULL groups, rank-major. Their blocks
+            of one key form one unit, whose parent is that of the key before.
+        siblings: All keyspaces in which a shard of such a unit may lie.
+        groups: WINDOW and STATE groups.
     """
 
     index: int
     local: tuple[Keyspace, ...]
     siblings: Sequence[Keyspace]
+    groups: tuple[BoundaryGroup, ...] = ()
+
+    def siblings_of(self, keyspace: Keyspace) -> Sequence[Keyspace]:
+        """All keyspaces in which a shard of a unit of this one may lie."""
+        for group in self.groups:
+            if group.group == keyspace.group:
+                return group.siblings
+        return self.siblings
+
+    def has(self, number: int) -> bool:
+        """Whether the keyspace of this number is a local one."""
+        local = (space for group in self.groups for space in group.local)
+        return any(space.index == number for space in (*self.local, *local))
+
+    @property
+    def columns(self) -> int:
+        """Keyspaces that a look-up has to ask."""
+        return len(self.local) + sum(len(group.local) for group in self.groups)

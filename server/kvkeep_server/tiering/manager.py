@@ -17,13 +17,15 @@ from kvkeep_server.core.errors import ResourceExhaustedError
 from kvkeep_server.core.hints import Hints
 from kvkeep_server.core.keys import KeyBatch
 from kvkeep_server.core.results import MissReason, TierId
-from kvkeep_server.tiering.keyspaces import Keyspace, KeyspaceSet
+from kvkeep_server.tiering.chain import Chain, Needed
+from kvkeep_server.tiering.keyspaces import KeyspaceSet
 from kvkeep_server.tiering.leases import Lease, Leases
 from kvkeep_server.tiering.promotion import Promotion
 from kvkeep_server.tiering.removal import Removal
 from kvkeep_server.tiering.residency import Residency
 
 I64 = NDArray[np.int64]
+Mask = NDArray[np.bool_]
 
 
 class ReadCall(StrEnum):
@@ -119,12 +121,17 @@ class Prefix:
         ended: Why it ended; UNSPECIFIED when it did not.
         evicted_age_s: For EVICTED: seconds since the last use of the block that is missing.
         runs: Which tier had how many successive blocks, when it was asked.
+        groups: Leading keys that each group alone allows, in the order of the specification;
+            look-ups only.
+        replayed: Of `blocks`, the last ones that need a STATE replayed.
     """
 
     blocks: int
     ended: MissReason
     evicted_age_s: float
     runs: tuple[tuple[TierId, int], ...] = ()
+    groups: tuple[int, ...] = ()
+    replayed: int = 0
 
     @property
     def on_nvme(self) -> int:
@@ -164,7 +171,7 @@ class Grant:
         leased: Number of leased keys, from `first` on.
         pending: Keys behind them that are on their way into ram; what then is left of the prefix is
             deferred.
-        columns: Keyspace and block ids of each rank and group, each `leased` long.
+        columns: The leased blocks of each rank and group.
     """
 
     prefix: Prefix
@@ -172,7 +179,7 @@ class Grant:
     first: int
     leased: int
     pending: int
-    columns: Sequence[tuple[Keyspace, I64]]
+    columns: Sequence[Needed]
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +192,7 @@ class _Asked:
     prefix: Prefix
 
 
-def _runs(in_ram: NDArray[np.bool_]) -> tuple[tuple[TierId, int], ...]:
+def _runs(in_ram: Mask) -> tuple[tuple[TierId, int], ...]:
     """Which tier has how many successive blocks."""
     if in_ram.all():
         return ((TierId.RAM, len(in_ram)),) if len(in_ram) else ()
@@ -233,27 +240,29 @@ class TierManager:
 
     def lookup(self, spaces: KeyspaceSet, keys: KeyBatch, hints: Hints) -> Prefix:
         """Longest usable prefix; counts as a use of its blocks."""
-        found = self.residency.prefix(spaces.local, keys)
-        self.residency.touch(self.residency.units_of(found[0]), hints)
-        prefix = self._prefix(spaces, keys, self._in_ram(found))
+        chain = Chain.of(self.residency, spaces, keys)
+        self._touch(chain, hints)
+        prefix = self._prefix(chain, keys, self._in_ram(chain, chain.blocks))
+        groups = range(len(spaces.groups) + len({space.group for space in spaces.local}))
+        prefix = replace(prefix, groups=tuple(map(chain.of_group, groups)))
         self.counts.lookup.add(len(keys), prefix.blocks, prefix.ended, on_nvme=prefix.on_nvme)
         return prefix
 
-    def _prefix(self, spaces: KeyspaceSet, keys: KeyBatch, in_ram: NDArray[np.bool_]) -> Prefix:
-        """Of a prefix, as long as `in_ram` tells of it where its blocks are."""
-        blocks, runs = len(in_ram), _runs(in_ram)
-        if blocks == len(keys):
-            return Prefix(blocks, MissReason.UNSPECIFIED, 0.0, runs)
-        reasons = [self.residency.why_absent(space, keys, blocks) for space in spaces.local]
-        ended, age_s = max(reasons, key=lambda reason: reason[0] != MissReason.NEVER_SEEN)
-        return Prefix(blocks, ended, age_s, runs)
+    def _touch(self, chain: Chain, hints: Hints) -> None:
+        """A request used the usable prefix."""
+        units, others = chain.units(self.residency, range(chain.blocks))
+        self.residency.touch(units, hints)
+        for of_group in others:
+            self.residency.touch(of_group, hints)
 
-    def _in_ram(self, found: Sequence[I64]) -> NDArray[np.bool_]:
-        """Which keys have all of their blocks in ram."""
-        in_ram: NDArray[np.bool_] = self.residency.columns.address[found[0]] != 0
-        for ids in found[1:]:
-            in_ram &= self.residency.columns.address[ids] != 0
-        return in_ram
+    def _prefix(self, chain: Chain, keys: KeyBatch, in_ram: Mask) -> Prefix:
+        blocks, runs = chain.blocks, _runs(in_ram)
+        ended, age_s = MissReason.UNSPECIFIED, 0.0
+        if blocks < len(keys):
+            spaces, position = chain.missing()
+            reasons = [self.residency.why_absent(space, keys, position) for space in spaces]
+            ended, age_s = max(reasons, key=lambda reason: reason[0] != MissReason.NEVER_SEEN)
+        return Prefix(blocks, ended, age_s, runs, replayed=chain.replayed)
 
     def acquire(
         self, spaces: KeyspaceSet, keys: KeyBatch, order: ReadOrder
@@ -264,26 +273,38 @@ class TierManager:
         Raises:
             ResourceExhaustedError: Too many leases.
         """
-        found = self.residency.prefix(spaces.local, keys)
-        self.residency.touch(self.residency.units_of(found[0]), order.hints)
-        in_ram = self._in_ram(found)
-        prefix = self._prefix(spaces, keys, in_ram)
-        first, wanted = self._span(spaces, len(in_ram), order)
-        asked = _Asked(spaces, keys, order, prefix)
-        if self.promotion is None or in_ram[first : first + wanted].all():
-            return self._grant(asked, found, first, wanted, 0)
-        units = self.residency.units_of(found[0][first : first + wanted])
-        return self._promoted(self.promotion, asked, units)
+        chain = Chain.of(self.residency, spaces, keys)
+        self._touch(chain, order.hints)
+        in_ram = self._in_ram(chain, chain.blocks)
+        asked = _Asked(spaces, keys, order, self._prefix(chain, keys, in_ram))
+        span = self._span(chain, order)
+        if span.stop < chain.blocks:
+            in_ram = self._in_ram(chain, span.stop)
+        if self.promotion is None or in_ram[span.start :].all():
+            return self._grant(asked, chain, span, len(span), 0)
+        units, others = chain.units(self.residency, span)
+        return self._promoted(self.promotion, asked, np.concatenate([units, *others]))
 
     @staticmethod
-    def _span(spaces: KeyspaceSet, blocks: int, order: ReadOrder) -> tuple[int, int]:
-        """First key to lease, and how many."""
-        first = min(order.skip, blocks)
-        wanted = blocks - first
-        if order.byte_budget:
-            boundary_nbytes = sum(space.block_nbytes for space in spaces.local)
-            wanted = min(wanted, order.byte_budget // boundary_nbytes)
-        return first, wanted
+    def _span(chain: Chain, order: ReadOrder) -> range:
+        """The keys to lease: such that they are a usable prefix with the skipped ones."""
+        first = min(order.skip, chain.blocks)
+        if not order.byte_budget:
+            return range(first, chain.blocks)
+        stop = chain.blocks
+        while stop > first:
+            over = sum(needed.cut(first, stop).nbytes for needed in chain.needed(stop))
+            over -= order.byte_budget
+            if over <= 0:
+                break
+            key_nbytes = chain.key_nbytes()
+            # Without FULL groups no single key can be blamed: in few steps, not the longest.
+            fewer = -(-over // key_nbytes) if key_nbytes else max(1, (stop - first) // 2)
+            stop = max(first, chain.usable(max(first, stop - fewer)))
+        return range(first, stop)
+
+    def _in_ram(self, chain: Chain, boundary: int) -> Mask:
+        return chain.keys_in_ram(self.residency.columns, boundary)
 
     async def _promoted(self, promotion: Promotion, asked: "_Asked", units: I64) -> Grant:
         """Brings units into ram, and leases what is there when it is time."""
@@ -292,61 +313,52 @@ class TierManager:
         try:
             flights = promotion.begin(units, asked.order.hints)
             await asyncio.wait([flights], timeout=asked.order.wait_s)
-            found = self.residency.prefix(asked.spaces.local, asked.keys)
-            in_ram = self._in_ram(found)
-            prefix = self._prefix(asked.spaces, asked.keys, in_ram)
-            first, wanted = self._span(asked.spaces, len(in_ram), asked.order)
-            in_ram = in_ram[first : first + wanted]
-            leased = wanted if in_ram.all() else int(in_ram.argmin())
-            if leased == wanted:
-                pending = 0
-            elif not flights.done():
-                pending = wanted - leased
-            else:
-                # It can be read, but not now: who waits for it would wait for nothing.
-                pending, found = 0, [ids[: first + leased] for ids in found]
-                prefix = Prefix(len(found[0]), MissReason.TIER_DOWN, 0.0)
+            chain = Chain.of(self.residency, asked.spaces, asked.keys)
+            span = self._span(chain, asked.order)
+            in_ram = self._in_ram(chain, span.stop)[span.start :]
+            leased = len(span) if in_ram.all() else int(in_ram.argmin())
+            prefix, pending = self._prefix(chain, asked.keys, in_ram), 0
+            if leased < len(span) and not flights.done():
+                pending = len(span) - leased
+            elif leased < len(span):
+                # The rest can be read, but not now: who waits for it would wait for nothing.
+                chain = chain.in_ram(self.residency.columns)
+                span = self._span(chain, asked.order)
+                leased = len(span)
+                prefix = Prefix(chain.blocks, MissReason.TIER_DOWN, 0.0, replayed=chain.replayed)
             runs = _cut(asked.prefix.runs, prefix.blocks)
             asked = replace(asked, prefix=replace(prefix, runs=runs))
-            return self._grant(asked, found, first, leased, pending)
+            return self._grant(asked, chain, span, leased, pending)
         finally:
             self.residency.unpin(units)
 
     def _grant(
-        self, asked: "_Asked", found: Sequence[I64], first: int, leased: int, pending: int
+        self, asked: "_Asked", chain: Chain, span: range, leased: int, pending: int
     ) -> Grant:
-        columns = [
-            (space, ids[first : first + leased])
-            for space, ids in zip(asked.spaces.local, found, strict=True)
-        ]
+        stop = span.start + leased
+        columns = [needed.cut(span.start, stop) for needed in chain.needed(span.stop)]
         counts, count = self.counts.acquire, len(asked.keys)
-        boundary_nbytes = sum(space.block_nbytes for space in asked.spaces.local)
         try:
-            lease = self._lease(asked.spaces, columns, leased * boundary_nbytes, asked.order)
+            lease = self._lease(asked, columns) if leased else None
         except ResourceExhaustedError:
             counts.add_failed(count)
             raise
         prefix = asked.prefix
         counts.add(count, prefix.blocks, prefix.ended, on_nvme=prefix.on_nvme)
-        return Grant(prefix, lease, first, leased, pending, columns)
+        return Grant(prefix, lease, span.start, leased, pending, columns)
 
-    def _lease(
-        self,
-        spaces: KeyspaceSet,
-        columns: Sequence[tuple[Keyspace, I64]],
-        nbytes: int,
-        order: ReadOrder,
-    ) -> Lease | None:
-        """A lease on these blocks; None when there are none."""
-        if not len(columns[0][1]):
-            return None
+    def _lease(self, asked: "_Asked", columns: Sequence[Needed]) -> Lease:
+        """A lease on these blocks."""
+        # Of each unit the blocks of one keyspace: the first FULL one, and one of each other group.
+        of_units = {needed.keyspace.boundary_id: needed.ids for needed in reversed(columns)}
+        units = [self.residency.units_of(ids) for ids in of_units.values()]
         return self.leases.open(
-            session_id=order.session_id,
-            set_index=spaces.index,
-            units=self.residency.units_of(columns[0][1]),
-            blocks=np.concatenate([ids for _, ids in columns]),
-            nbytes=nbytes,
-            ttl_s=order.ttl_s,
+            session_id=asked.order.session_id,
+            set_index=asked.spaces.index,
+            units=np.concatenate(units),
+            blocks=np.concatenate([needed.ids for needed in columns]),
+            nbytes=sum(needed.nbytes for needed in columns),
+            ttl_s=asked.order.ttl_s,
         )
 
     def check(self) -> None:

@@ -16,7 +16,7 @@ from kvkeep_server.core.errors import KVKeepError
 from kvkeep_server.core.hints import Hints
 from kvkeep_server.core.results import MissReason
 from kvkeep_server.tiering.residency import Residency
-from kvkeep_server.tiering.room import RoomMaker
+from kvkeep_server.tiering.room import Need, RoomMaker
 from kvkeep_server.tiering.sealed import Slots
 from kvkeep_server.tiers.base import ReadStatus
 from kvkeep_server.tiers.nvme.tier import NvmeTier
@@ -135,7 +135,7 @@ class Promotion:
             reserved = []
             for own in parts:
                 nbytes = self._residency.keyspace_of(int(own[0])).block_nbytes
-                [slots] = await self._room.reserve([nbytes], len(own))
+                [slots], _ = await self._room.reserve([Need.of(nbytes, np.ones(len(own), bool))])
                 reserved.append(held.enter_context(slots))
             parts = [own[: len(s.addresses)] for own, s in zip(parts, reserved, strict=True)]
             readings = [self._read(own, slots) for own, slots in zip(parts, reserved, strict=True)]

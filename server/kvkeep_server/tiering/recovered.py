@@ -20,7 +20,7 @@ Mask = NDArray[np.bool_]
 
 _WORDS = KEY_NBYTES_MAX // 8
 # Of a record, 139 bytes: mixed names of (namespace, group, key), (set, key), (set, parent; 0 =
-# none), (namespace, key); and what the index keeps.
+# none), (namespace, set, key); and what the index keeps.
 _KEPT = np.dtype(
     [
         ("name", "<u8"),
@@ -54,7 +54,7 @@ class Mixer:
     @classmethod
     def draw(cls, source: random.Random) -> "Mixer":
         """Random ones."""
-        return cls(tuple(source.getrandbits(64) | 1 for _ in range(_WORDS + 3)))
+        return cls(tuple(source.getrandbits(64) | 1 for _ in range(_WORDS + 4)))
 
     def mix(self, *columns: U64) -> U64:
         """One name a row, never 0; columns of shape (n,) or (n, words)."""
@@ -73,7 +73,7 @@ class Mixer:
         found["unit"] = self.mix(rows["boundary_id"], rows["key"])
         found["above"] = self.mix(rows["boundary_id"], rows["parent"])
         found["above"][rows["parent_nbytes"] == 0] = 0
-        found["boundary"] = self.mix(rows["namespace_id"], rows["key"])
+        found["boundary"] = self.mix(rows["namespace_id"], rows["boundary_id"], rows["key"])
         for name in ("location", "checksum", "last_used_ms", "key"):
             found[name] = rows[name]
         found["stamp"] = rows["record_seq"]

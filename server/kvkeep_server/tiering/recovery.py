@@ -148,7 +148,7 @@ class Recovery:
                     key_nbytes=int(row["key_nbytes"]),
                     block_nbytes=int(row["payload_nbytes"]),
                     checksum_seed=0,
-                    set_id=row["boundary_id"].tobytes(),
+                    boundary_id=row["boundary_id"].tobytes(),
                     members=int(row["boundary_members"]),
                     member=int(row["boundary_member"]),
                 )

@@ -12,7 +12,7 @@ is tried again.
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from kvkeep_server.core.errors import TierUnavailableError
 from kvkeep_server.core.keys import KeyBatch
 from kvkeep_server.core.results import MissReason, RemovalStatus
-from kvkeep_server.tiering.keyspaces import KeyspaceSet
+from kvkeep_server.tiering.keyspaces import BoundaryGroup, Keyspace, KeyspaceSet
 from kvkeep_server.tiering.lineage import closed_part, deepest_first, descended
 from kvkeep_server.tiering.residency import Residency
 from kvkeep_server.tiering.room import RoomMaker
@@ -104,19 +104,37 @@ class Removal:
                 back at a restart.
         """
 
-        def find() -> I64:
-            units = np.full(len(keys), -1, np.int64)
-            for keyspace in spaces.siblings:
-                blocks = self._residency.find(keyspace, keys)
-                there = blocks >= 0
-                units[there] = self._residency.columns.unit[blocks[there]]
-            return units
-
         if self._settled is not None:
             await self._settled()
-        return await self._take_out(
-            find, MissReason.REMOVED, rounds=_ROUNDS_MAX if with_descendants else 1
+        removed = await self._take_out(
+            lambda: self._units_of(spaces.siblings, keys),
+            MissReason.REMOVED,
+            rounds=_ROUNDS_MAX if with_descendants else 1,
+            groups=spaces.groups,
         )
+        return await self._others_out(spaces, keys, removed)
+
+    def _units_of(self, siblings: Sequence[Keyspace], keys: KeyBatch) -> I64:
+        """The unit of each key, -1 = none."""
+        units = np.full(len(keys), -1, np.int64)
+        for keyspace in siblings:
+            blocks = self._residency.find(keyspace, keys)
+            there = blocks >= 0
+            units[there] = self._residency.columns.unit[blocks[there]]
+        return units
+
+    async def _others_out(self, spaces: KeyspaceSet, keys: KeyBatch, removed: Removed) -> Removed:
+        """Takes out WINDOW and STATE blocks of keys, unless those are KEPT."""
+        status, alone = removed.status, np.zeros(len(keys), bool)
+        for group in spaces.groups:
+            await self._room.index_at_rest()
+            units = self._units_of(group.siblings, keys)
+            units[status == _KEPT] = -1
+            there = units >= 0
+            await self._withdraw(np.unique(units[there]), MissReason.REMOVED)
+            alone |= there & (status == RemovalStatus.ABSENT)
+        status[alone] = _REMOVED
+        return Removed(status, removed.units + int(np.count_nonzero(alone)))
 
     async def of_blocks(self, blocks: I64, generations: U64) -> Removed:
         """Takes out the units of damaged blocks and their descendants, unless they left meanwhile.
@@ -148,10 +166,15 @@ class Removal:
             await self._take_out(find, reason, rounds=_ROUNDS_MAX)
 
     async def _take_out(
-        self, find: Callable[[], I64], reason: MissReason, *, rounds: int
+        self,
+        find: Callable[[], I64],
+        reason: MissReason,
+        *,
+        rounds: int,
+        groups: Sequence[BoundaryGroup] = (),
     ) -> Removed:
         """One round takes out what has no descendants but those named; between two, the others
-        leave with theirs."""
+        leave with theirs, and with their blocks of `groups`."""
         removed, status = 0, np.zeros(0, np.uint8)
         for left in range(rounds - 1, -1, -1):
             await self._room.index_at_rest()
@@ -167,10 +190,12 @@ class Removal:
             status[there & np.isin(units, leaving)] = _REMOVED
             if len(leaving) == len(named) or not left:
                 break
-            removed += await self._trees_out(np.setdiff1d(named, leaving), reason)
+            removed += await self._trees_out(np.setdiff1d(named, leaving), reason, groups)
         return Removed(status, removed)
 
-    async def _trees_out(self, units: I64, reason: MissReason) -> int:
+    async def _trees_out(
+        self, units: I64, reason: MissReason, groups: Sequence[BoundaryGroup]
+    ) -> int:
         """Takes out these and what descends from them, leaves first, a slice at a time."""
         columns = self._residency.columns
         async with self._searching:
@@ -182,9 +207,21 @@ class Removal:
             await self._room.index_at_rest()
             some = trees[start : start + _SLICE_UNITS]
             same = (columns.row[some] >= 0) & (columns.checksum[some] == checksums[some])
-            removed += await self._withdraw(closed_part(columns, np.sort(some[same])), reason)
+            leaving = closed_part(columns, np.sort(some[same]))
+            others = self._of_same_keys(leaving, groups)
+            removed += await self._withdraw(leaving, reason)
+            await self._withdraw(others, reason)
             await asyncio.sleep(0)
         return removed
+
+    def _of_same_keys(self, units: I64, groups: Sequence[BoundaryGroup]) -> I64:
+        """The units of these groups that have the keys of units of the same namespace set."""
+        found = [np.empty(0, np.int64)]
+        if groups and len(units):
+            keys = self._residency.named(units).keys
+            found += [self._units_of(group.siblings, keys) for group in groups]
+        others = np.concatenate(found)
+        return np.unique(others[others >= 0])
 
     async def _withdraw(self, units: I64, reason: MissReason) -> int:
         """Out of the index at once; then nvme is told, unless its records may come back."""

@@ -6,8 +6,6 @@ out, units whole.
 """
 
 import random
-from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,16 +16,13 @@ from kvkeep_server.core.hints import Hints
 from kvkeep_server.core.histogram import AGE_BOUNDS_S, Histogram
 from kvkeep_server.core.results import MissReason, TierId
 from kvkeep_server.index.layout import STATE_MOVED, STATE_STOPPED, Multipliers
-from kvkeep_server.index.table import IndexTable, Places, TableFullError
-from kvkeep_server.policies import NO_PARENT
+from kvkeep_server.index.table import IndexTable, TableFullError
 from kvkeep_server.policies.eviction import EvictionPolicy
+from kvkeep_server.tiering.arrivals import Arrivals
 from kvkeep_server.tiering.audit import Audit
-from kvkeep_server.tiering.finding import BlockFinder
-from kvkeep_server.tiering.held import Held
-from kvkeep_server.tiering.keyspaces import KeyspaceSet
 from kvkeep_server.tiering.lineage import closed_part, descended
 from kvkeep_server.tiering.rebuild import PreparedTable, fill_table
-from kvkeep_server.tiering.sealed import PARENT_BEFORE, Marks, Sealed, Slots
+from kvkeep_server.tiering.sealed import Slots
 from kvkeep_server.tiers.ram.tier import RamTier
 
 I64 = NDArray[np.int64]
@@ -52,7 +47,7 @@ class TableSettings:
     ghost_places: int = 65536
 
 
-class Residency(BlockFinder):
+class Residency(Arrivals):
     """The blocks of this host's local tiers.
 
     A unit lives as long as any tier has its blocks. It is in ram as soon as one of its blocks is:
@@ -80,10 +75,10 @@ class Residency(BlockFinder):
         self._source = source
         self._settings = settings
         table = self._new_table(settings.rows_initial, table_id=1)
-        super().__init__(table=table, clock=clock, ghost_places=settings.ghost_places)
+        super().__init__(
+            table=table, policy=policy, clock=clock, ghost_places=settings.ghost_places
+        )
         self._ram = ram
-        self._policy = policy
-        self.held = {TierId.RAM: Held(), TierId.NVME: Held()}
         self.evicted_total = 0
         # Since the last use, blocks: of those that left ram, and units: of those used again.
         self.evicted_ages = Histogram(AGE_BOUNDS_S)
@@ -101,10 +96,6 @@ class Residency(BlockFinder):
         return self.held[TierId.RAM].left
 
     # --- use and pins
-
-    def now_s(self) -> float:
-        """Monotonic seconds, the time of every age here."""
-        return self._clock.monotonic_s()
 
     def touch(self, units: I64, hints: Hints) -> None:
         """A request used these units, which differ from each other, in chain order."""
@@ -138,119 +129,7 @@ class Residency(BlockFinder):
             if len(idle):
                 self._policy.unpin(idle)
 
-    # --- come and go
-
-    def insert(self, sealed: Sequence[Sealed], siblings: KeyspaceSet, hints: Hints) -> list[I64]:
-        """Makes sealed blocks visible, all batches together or, where it fails, none of them.
-
-        The batches are those of one commit: the same keys, each in a keyspace of its own. Room in
-        the table must have been made (`index_room`).
-
-        Returns:
-            The ids of each batch.
-
-        Raises:
-            TableFullError: Bad luck with the table's seed.
-        """
-        columns, first = self.columns, sealed[0]
-        with ExitStack() as undo:
-            ids = columns.allocate(len(first.keys) * len(sealed))
-            undo.callback(columns.free, ids)
-            of_batch = np.split(ids, len(sealed)) if len(sealed) > 1 else [ids]
-            units = self._units_of(first, siblings, of_batch[0])
-            parents = first.parents.copy()
-            before = np.flatnonzero(parents == PARENT_BEFORE)
-            parents[before] = units[before - 1]
-            for batch, own in zip(sealed, of_batch, strict=True):
-                self._fill(batch, own, units)
-            now = self._clock.monotonic_s()
-            columns.last_used_s[units] = now
-            new, new_parents = units, parents
-            fresh = units == of_batch[0]
-            if not fresh.all():
-                self._policy.touch(units[~fresh & columns.in_ram[units]], hints, now)
-                new, new_parents = units[fresh], parents[fresh]
-                parents = np.where(fresh, parents, columns.parent[units])
-            entering = ~columns.in_ram[units]
-            self._enter_ram(units[entering], parents[entering], hints)
-            undo.callback(self._leave_policy, units[entering])
-            rows = self._show(sealed, ids)
-            undo.pop_all()
-        columns.row[ids] = rows
-        if len(ids) > len(new):
-            for own in of_batch:
-                self._join(own, units)
-        columns.parent[new] = new_parents
-        # Keys of a commit differ, so their parents do.
-        columns.children[new_parents[new_parents >= 0]] += 1
-        self.held[TierId.RAM].add(len(ids), self.nbytes_of(ids))
-        return of_batch
-
-    def _enter_ram(self, units: I64, parents: I64, hints: Hints) -> None:
-        """Tells the policy of units in chain order; it knows of no parent that is not in ram."""
-        columns = self.columns
-        columns.in_ram[units] = True
-        linked = (parents >= 0) & columns.in_ram[parents]
-        now = self._clock.monotonic_s()
-        try:
-            self._policy.insert(units, np.where(linked, parents, NO_PARENT), 0, hints, now)
-        except BaseException:
-            columns.in_ram[units] = False
-            raise
-        pinned = units[columns.pins[units] > 0]
-        if len(pinned):
-            self._policy.pin(pinned)
-
-    def _leave_policy(self, units: I64) -> None:
-        units = units[self.columns.in_ram[units]]
-        self._policy.unpin(units[self.columns.pins[units] > 0])
-        self._policy.remove(units)
-        self.columns.in_ram[units] = False
-
-    def _units_of(self, batch: Sealed, siblings: KeyspaceSet, ids: I64) -> I64:
-        """The unit that each block joins; a block without resident siblings begins its own."""
-        units = ids.copy()
-        if len(siblings.siblings) > 1:
-            alone = np.ones(len(ids), bool)
-            for keyspace in siblings.siblings:
-                if keyspace.index != batch.keyspace.index and alone.any():
-                    others = self.find(keyspace, batch.keys)
-                    joins = alone & (others >= 0)
-                    units[joins] = self.columns.unit[others[joins]]
-                    alone &= ~joins
-        return units
-
-    def _fill(self, batch: Sealed, ids: I64, units: I64) -> None:
-        columns = self.columns
-        columns.keyspace[ids] = batch.keyspace.index
-        columns.key_words[ids] = 0
-        columns.key_words[ids, : batch.keys.words.shape[1]] = batch.keys.words
-        columns.address[ids] = batch.slots.addresses
-        columns.generation[ids] = batch.slots.generations
-        columns.checksum[ids] = batch.slots.checksums
-        columns.unit[ids] = units
-
-    def _show(self, sealed: Sequence[Sealed], ids: I64) -> I64:
-        """Rows of all blocks, batch after batch: clients see them from here on."""
-        marks = [self._marks_now(batch) for batch in sealed]
-        return self.table.insert(
-            _joined([mark.tags for mark in marks]),
-            _joined([mark.checks for mark in marks]),
-            self._places(ids),
-            ids.astype(np.int32),
-        )
-
-    def _marks_now(self, batch: Sealed) -> Marks:
-        if batch.marks.table is self.table:
-            return batch.marks
-        return Marks(self.table, *self.fingerprints(batch.keyspace, batch.keys))
-
-    def _join(self, ids: I64, units: I64) -> None:
-        """Puts blocks that do not begin a unit of their own behind the first one of theirs."""
-        joins = ids != units
-        joined, heads = ids[joins], units[joins]
-        self.columns.next_shard[joined] = self.columns.next_shard[heads]
-        self.columns.next_shard[heads] = joined
+    # --- go
 
     def remove(self, units: I64, reason: MissReason) -> int:
         """Takes whole units out of the index and the ram tier; returns the number of blocks.
@@ -367,10 +246,6 @@ class Residency(BlockFinder):
         self._leave_policy(units)
         self._ram.free(addresses)
         return len(blocks)
-
-    def _places(self, blocks: I64) -> Places:
-        columns = self.columns
-        return Places(columns.address[blocks], columns.generation[blocks], columns.nvme[blocks])
 
     def _publish(self, blocks: I64) -> None:
         """Lets clients see where blocks are; not of those that left the index."""
@@ -490,7 +365,3 @@ class Residency(BlockFinder):
             held={tier: (held.blocks, held.nbytes) for tier, held in self.held.items()},
             lost=frozenset(self.lost),
         )
-
-
-def _joined(parts: list[U64]) -> U64:
-    return np.concatenate(parts) if len(parts) > 1 else parts[0]

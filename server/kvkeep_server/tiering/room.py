@@ -9,6 +9,7 @@ slab changes hands.
 import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,11 +19,42 @@ from kvkeep_server.index.table import IndexTable
 from kvkeep_server.tiering.residency import Residency
 from kvkeep_server.tiers.ram.tier import RamTier, Reservation
 
+I64 = NDArray[np.int64]
+
 # Victims are asked for in batches: the policy's cost a victim falls with the batch, the overshoot
 # grows with it.
 _BATCH_MIN = 16
 # Of a client's default deadline of 2 s. On an idle host a chunk of 1 GiB takes 0.5 s.
 _GROWTH_WAIT_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Slots of one size that the keys of a commit need.
+
+    Attributes:
+        nbytes: Of a block.
+        slots: Shape (keys + 1,): how many the leading 0, 1, 2 ... keys need.
+    """
+
+    nbytes: int
+    slots: I64
+
+    @classmethod
+    def of(cls, nbytes: int, wants: NDArray[np.bool_]) -> "Need":
+        """Of keys of which these want one slot each."""
+        slots = np.zeros(len(wants) + 1, np.int64)
+        np.cumsum(wants, out=slots[1:])
+        return cls(nbytes, slots)
+
+    @property
+    def total(self) -> int:
+        """Slots for all keys."""
+        return int(self.slots[-1])
+
+    def fitting(self, slots: int) -> int:
+        """For how many leading keys so many slots suffice."""
+        return int(np.searchsorted(self.slots, slots, "right")) - 1
 
 
 class RoomMaker:
@@ -44,31 +76,40 @@ class RoomMaker:
         self._rebuilding: asyncio.Task[None] | None = None
         self._growing: asyncio.Task[bool] | None = None
 
-    async def reserve(self, sizes: Sequence[int], count: int) -> list[Reservation]:
-        """Reserves up to `count` slots of each size: the same number of each, 0 when nothing may
-        leave.
+    async def reserve(self, needs: Sequence[Need]) -> tuple[list[Reservation], int]:
+        """Reserves slots for as many of the leading keys as possible: for fewer than all only when
+        nothing more may leave. There may be slots to spare.
 
         The caller commits or aborts them all.
+
+        Returns:
+            The slots of each need, and the number of keys that they suffice for.
 
         Raises:
             ResourceExhaustedError: No memory for a larger index.
         """
-        if not self._fits(sizes, count):
-            await self._grow(sizes, count)
-        await self.index_rows(count * len(sizes))
+        keys = len(needs[0].slots) - 1
+        if not self._fits(needs):
+            await self._grow(needs)
+        await self.index_rows(sum(need.total for need in needs))
         while True:
             # No await from here on: what is evicted for this commit must not go to another one.
             with contextlib.ExitStack() as held:
                 reserved: list[Reservation] = []
-                for nbytes in sizes:
-                    self._evict_for(nbytes, count)
-                    reserved.append(held.enter_context(self._ram.reserve(nbytes, count)))
+                for need in needs:
+                    count = int(need.slots[keys])
+                    self._evict_for(need.nbytes, count)
+                    reserved.append(held.enter_context(self._ram.reserve(need.nbytes, count)))
                 got = [len(slots.addresses) for slots in reserved]
-                if min(got) == max(got):
+                fitting = min(need.fitting(slots) for need, slots in zip(needs, got, strict=True))
+                # Sizes that share slots cannot all have what one of them found: try what they
+                # share.
+                wanted = sum(need.slots[: keys + 1] for need in needs)
+                shared = int(np.searchsorted(wanted, sum(got), "right")) - 1
+                if len(needs) == 1 or fitting >= min(shared, keys):
                     held.pop_all()
-                    return reserved
-            # Sizes that share slots cannot all have what one of them found: try what they share.
-            count = sum(got) // len(got)
+                    return reserved, min(fitting, keys)
+            keys = min(shared, keys - 1)
 
     def grow_ahead(self) -> None:
         """Begins to grow the pool before commits need it. Call it now and then."""
@@ -83,22 +124,26 @@ class RoomMaker:
         if not task.cancelled():
             task.result()
 
-    async def _grow(self, sizes: Sequence[int], count: int) -> None:
+    async def _grow(self, needs: Sequence[Need]) -> None:
         """Waits for growth, but not for long: a chunk may take seconds on a busy host, and a commit
         can do with eviction instead. The growth itself goes on.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_GROWTH_WAIT_S):
-                while await self._ram.grow() and not self._fits(sizes, count):
+                while await self._ram.grow() and not self._fits(needs):
                     pass
 
-    def _fits(self, sizes: Sequence[int], count: int) -> bool:
-        """Whether `count` slots of each size are free, all at once."""
-        if len(sizes) == 1:
-            return self._ram.slabs.has_room(sizes[0], count)
+    def _fits(self, needs: Sequence[Need]) -> bool:
+        """Whether all slots are free, all at once."""
+        if len(needs) == 1:
+            return self._ram.slabs.has_room(needs[0].nbytes, needs[0].total)
         with contextlib.ExitStack() as tried:
-            got = [tried.enter_context(self._ram.reserve(nbytes, count)) for nbytes in sizes]
-            return all(len(slots.addresses) == count for slots in got)
+            got = [
+                tried.enter_context(self._ram.reserve(need.nbytes, need.total)) for need in needs
+            ]
+            return all(
+                len(slots.addresses) == need.total for slots, need in zip(got, needs, strict=True)
+            )
 
     def give_back(self, addresses: NDArray[np.uint64]) -> None:
         """Slots of a committed reservation whose blocks did not become resident."""

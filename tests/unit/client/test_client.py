@@ -196,7 +196,7 @@ def test_a_closed_client_refuses_and_finds_nothing(daemon):
     client.close()
     client.close()
     assert not client.attached
-    assert namespace.lookup(keys) == (0, 0, False)
+    assert namespace.lookup(keys)[:3] == (0, 0, False)
     assert namespace.read_into(keys, bytearray(BLOCK_NBYTES)) == 0
     for call in (namespace.acquire, namespace.store):
         with pytest.raises(kvkeep.UnavailableError, match="closed"):
@@ -272,14 +272,14 @@ def test_the_index_moves(daemon, namespace):
     into = bytearray(3 * BLOCK_NBYTES)
     assert namespace.read_into(keys, into) == 3
     daemon.move_index(64)
-    wait_until(lambda: namespace.lookup(keys) == (0, 0, True), 10, "an empty table answers")
+    wait_until(lambda: namespace.lookup(keys)[:3] == (0, 0, True), 10, "an empty table answers")
 
 
 def test_a_table_that_moved_answers_nothing_until_the_next_is_here(daemon, namespace):
     keys = chain(1)
     store(namespace, keys)
     daemon.index.state = 2
-    assert namespace.lookup(keys) == (0, 0, False)
+    assert namespace.lookup(keys)[:3] == (0, 0, False)
     assert namespace.read_into(keys, bytearray(BLOCK_NBYTES)) == 0
     daemon.index.state = 1
     assert namespace.lookup(keys).blocks == 1
@@ -304,7 +304,7 @@ def test_the_client_attaches_again_to_a_new_daemon(directory, caplog):
         views = acquired.views()
         first.stop()
         wait_until(lambda: not client.attached, 10, "the loss is seen")
-        assert namespace.lookup(keys) == (0, 0, False)
+        assert namespace.lookup(keys)[:3] == (0, 0, False)
         assert namespace.read_into(keys, bytearray(3 * BLOCK_NBYTES)) == 0
         with pytest.raises(kvkeep.UnavailableError):
             namespace.store(keys)
@@ -313,7 +313,7 @@ def test_the_client_attaches_again_to_a_new_daemon(directory, caplog):
         with FakeDaemon(directory) as second:
             wait_until(lambda: client.attached, 10, "attached again")
             assert client.server_epoch == second.server_epoch != first.server_epoch
-            assert namespace.lookup(keys) == (0, 0, True)
+            assert namespace.lookup(keys)[:3] == (0, 0, True)
             store(namespace, keys)
             into = bytearray(3 * BLOCK_NBYTES)
             assert namespace.read_into(keys, into) == 3
@@ -377,7 +377,7 @@ def test_a_namespace_that_the_new_daemon_refuses_says_why(daemon, client, namesp
     wait_until(lambda: daemon.sessions and client.attached, 10, "another session")
     with pytest.raises(kvkeep.InvalidArgumentError, match="block too large"):
         namespace.acquire(chain(1))
-    assert namespace.lookup(chain(1)) == (0, 0, False)
+    assert namespace.lookup(chain(1))[:3] == (0, 0, False)
 
 
 def test_a_new_daemon_that_is_not_ready_is_tried_again(daemon, client, namespace):

@@ -29,7 +29,7 @@ def test_what_is_stored_is_found_and_read(daemon, namespace):
     result = store(namespace, keys)
     assert (result.stored, result.already_stored, result.refused) == (5, 0, 0)
     assert result.status == (kvkeep.CommitStatus.STORED,) * 5
-    assert namespace.lookup([*keys, b"x" * 32]) == (5, 80, True)
+    assert namespace.lookup([*keys, b"x" * 32])[:3] == (5, 80, True)
     into = bytearray(6 * BLOCK_NBYTES)
     assert namespace.read_into([*keys, b"x" * 32], into) == 5
     assert into[: 5 * BLOCK_NBYTES] == b"".join(contents(keys))
@@ -38,8 +38,8 @@ def test_what_is_stored_is_found_and_read(daemon, namespace):
 
 
 def test_nothing_is_stored_yet(namespace):
-    assert namespace.lookup(chain(3)) == (0, 0, True)
-    assert namespace.lookup([]) == namespace.lookup(b"") == (0, 0, True)
+    assert namespace.lookup(chain(3))[:3] == (0, 0, True)
+    assert namespace.lookup([])[:3] == namespace.lookup(b"")[:3] == (0, 0, True)
     assert namespace.read_into(chain(3), bytearray(3 * BLOCK_NBYTES)) == 0
 
 

@@ -324,3 +324,34 @@ def test_what_is_on_nvme_ends_at_the_first_key_that_is_not(missing):
     # Stored, wherever: a look-up counts them all. A copy needs ram.
     assert setup.find(keys).blocks == 1000
     assert setup.rows(keys)[0].blocks == 1
+
+
+@pytest.mark.parametrize("buckets", [1, 2, 40, 400])
+def test_presence_is_told_of_each_key(buckets):
+    """Also in buckets that overflow, and where another key has the tag."""
+    setup = Setup(buckets)
+    keys = setup.keys(min(1000, 5 * buckets))
+    source = random.Random(buckets)
+    stored = {key for key in keys if source.random() < 0.5}
+    for key in sorted(stored):
+        setup.insert(key)
+    words = Words(b"".join(keys), 32)
+    for limit in (0, 1, len(keys) // 2, len(keys)):
+        wanted = bytes(key in stored for key in keys[:limit])
+        assert setup.table.present(setup.seed, words, limit) == wanted
+    for position in (0, len(keys) // 2, len(keys) - 1):
+        found = setup.table.find_at(setup.seed, words, position)
+        assert found.blocks == (keys[position] in stored)
+        if found.blocks:
+            row = setup.fake.row_of(NAMESPACE, GROUP, keys[position])
+            assert (found.last_row, found.last_version) == (row, 2)
+
+
+def test_a_table_that_moved_has_nothing():
+    setup = Setup(4)
+    (key,) = setup.keys(1)
+    setup.insert(key)
+    setup.fake.state = 2
+    words = Words(key, 32)
+    assert setup.table.present(setup.seed, words, 1) == b"\0"
+    assert setup.table.find_at(setup.seed, words, 0) == NOTHING

@@ -17,13 +17,12 @@ from kvkeep_server.core.errors import (
     KVKeepError,
     NotFoundError,
     ResourceExhaustedError,
-    UnsupportedError,
 )
 from kvkeep_server.core.results import GroupKind, StateMode
 from kvkeep_server.service import namespaces as namespaces_module
-from kvkeep_server.service.namespaces import (
+from kvkeep_server.service.namespaces import Namespaces
+from kvkeep_server.service.spec import (
     GroupSpec,
-    Namespaces,
     NamespaceSpec,
     encode,
     namespace_id_of,
@@ -302,13 +301,6 @@ def test_replicated_ranks_are_one_shard(namespaces):
         namespaces.open(spec(tp_size=8, replicated=True), [1])
 
 
-def test_groups_that_are_kept_for_other_requests_have_no_keyspace(namespaces, keyspaces):
-    state = GroupSpec("state", GroupKind.STATE, 512, 4096, 0, StateMode.REPLAYABLE)
-    opened = namespaces.open(spec(groups=(state, full())), [])
-    assert [space.group for space in opened.spaces.local] == [1]
-    assert len(keyspaces) == 1
-
-
 def test_checksums_are_bound_to_namespace_group_length_and_key(namespaces):
     groups = (full("a"), full("b"))
     spaces = namespaces.open(spec(groups=groups, tp_size=2), []).spaces.local
@@ -449,25 +441,6 @@ def test_an_oversize_block_is_refused_naming_the_limit(namespaces):
     """B044."""
     with pytest.raises(InvalidArgumentError, match=r"1 to 1048576 \(limits\.block_max"):
         namespaces.open(spec(block_nbytes=(1 << 20) + 1), [])
-
-
-@pytest.mark.parametrize(
-    "group",
-    [
-        GroupSpec("swa", GroupKind.WINDOW, 16, 4096, 128),
-        GroupSpec("mamba", GroupKind.STATE, 512, 4096, 0, StateMode.EXACT),
-    ],
-    ids=["window", "exact state"],
-)
-def test_groups_of_a_later_release_are_refused_with_a_sentence(namespaces, group):
-    with pytest.raises(UnsupportedError, match="next release"):
-        namespaces.open(spec(groups=(full(), group)), [])
-
-
-def test_a_namespace_without_a_full_group_is_refused(namespaces):
-    state = GroupSpec("state", GroupKind.STATE, 512, 4096, 0, StateMode.REPLAYABLE)
-    with pytest.raises(UnsupportedError, match="FULL group"):
-        namespaces.open(spec(groups=(state,)), [])
 
 
 @pytest.mark.parametrize("ranks", [[2], [0, 0], [0, 1, 2], [4096]])

@@ -255,7 +255,7 @@ def test_an_end_comes_once_and_gives_everything_back(sessions, ended):
     assert sessions.ended_total == 1
     assert len(sessions) == 0
     assert sessions.staging_nbytes == 0
-    assert open_fds() == before
+    wait_until(lambda: open_fds() == before, 5, "staging is given back by a thread")
     gc.collect()
     assert shmem_nbytes() < memory + 32 * PAGE
 
