@@ -40,6 +40,8 @@ from kvkeep_server.tiers.record import (
 # Where in a header its lengths lie.
 _STORED_NBYTES_AT = RECORD.fields["stored_nbytes"][1]  # type: ignore[index]
 _ROWS_NBYTES_MAX = 1 << 30
+# What `inspect` says of a file that is no damage but of a later release begins so.
+NEWER = "format version"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +100,7 @@ def inspect(files: Files, pool: ScratchPool, segment: Segment) -> Content | str:
 def _why_no_header(page: memoryview) -> str:
     version = segment_version_of(page)
     if version > SEGMENT_VERSION:
-        return f"format version {version} is newer than {SEGMENT_VERSION}"
+        return f"{NEWER} {version} is newer than {SEGMENT_VERSION}"
     return "its header is damaged"
 
 
