@@ -83,6 +83,9 @@ def inspect(files: Files, pool: ScratchPool, segment: Segment) -> Content | str:
             return "shorter than its header"
         first = _page(files, fd, scratch, 0)
         header = decode_segment_header(first)
+        if header is None and not any(first) and _is_zero(files, fd, pool, FIRST_PAGE):
+            # Made, and its maker died before it was begun: records would begin here.
+            return Content(_unbegun(segment), np.empty(0, RECORD), FIRST_PAGE, sealed=False)
         if header is None:
             return _why_no_header(first)
         if header.number != segment.number:
@@ -95,6 +98,11 @@ def inspect(files: Files, pool: ScratchPool, segment: Segment) -> Content | str:
         return _walk(files, fd, pool, header, pages)
     finally:
         pool.give(scratch)
+
+
+def _unbegun(segment: Segment) -> SegmentHeader:
+    """What stands for the header of a segment that has none yet."""
+    return SegmentHeader(segment.number, segment.pages, 0, "")
 
 
 def _why_no_header(page: memoryview) -> str:
