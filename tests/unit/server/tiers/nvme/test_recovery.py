@@ -177,7 +177,7 @@ def test_damaged_foreign_and_newer_files_are_skipped_named_and_left_alone(make, 
     damaged = bytearray(good)
     damaged[30] ^= 1
     strange = {
-        "00000010.kvks": b"",
+        "00000010.kvks": b"short",
         "00000011.kvks": os.urandom(50_000),
         "00000012.kvks": bytes(newer),
         "00000013.kvks": bytes(damaged),
@@ -213,13 +213,14 @@ def test_damaged_foreign_and_newer_files_are_skipped_named_and_left_alone(make, 
 
 
 @pytest.mark.promise("P15", gate=1, unit="segments that a death left unbegun")
-def test_a_segment_that_was_made_and_never_begun_is_given_back(make, tmp_path):
+@pytest.mark.parametrize("nbytes", [0, MIB])
+def test_a_segment_that_was_made_and_never_begun_is_given_back(make, tmp_path, nbytes):
     """A process died between making the file and writing its first page: its room must not be lost
     with it. A segment whose first page became zeros is damage, and stays."""
     keys, contents = write(make(), close=False)
     good = the_file(tmp_path)
     unbegun = good.with_name("00000002.kvks")
-    unbegun.write_bytes(bytes(MIB))
+    unbegun.write_bytes(bytes(nbytes))
     zeroed = good.with_name("00000003.kvks")
     zeroed.write_bytes(bytes(4096) + good.read_bytes()[4096:])
     got, stats = read_back(make(), keys)
