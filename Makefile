@@ -22,7 +22,8 @@ venv: .venv/.installed-dev
 	touch $@
 
 demo: .venv/.installed
-	$(BIN)/kvkeep demo
+	mkdir -p build
+	$(BIN)/kvkeep demo --directory build
 
 # ---- the gate, the same for people and CI -------------------------------------------------------------------
 

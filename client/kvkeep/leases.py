@@ -11,10 +11,10 @@ from kvkeep.copying import release_views, unchanged, view_blocks
 from kvkeep.errors import LeaseLostError
 from kvkeep.results import BlockStatus, MissReason, RenewStatus
 from kvkeep.spec import check_seconds, deadline_of, invalid
-from kvkeep.v1.block_cache_pb2 import AcquireResponse, RenewRequest
+from kvkeep.v1.block_cache_pb2 import TIER_ID_NVME, AcquireResponse, RenewRequest, TierRun
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from types import TracebackType
     from typing import Self
 
@@ -72,6 +72,7 @@ class Acquired:
         blocks: Leading keys that are usable, skipped, pending and deferred ones included.
         skipped: Leading keys that the caller said it has.
         leased: Keys, from `skipped` on, whose blocks are leased: as many views has a FULL column.
+        from_nvme: Of the leased keys, those that were not in ram when this was asked.
         pending: Keys behind them that are on their way into ram: acquire again a little later.
         status: A BlockStatus for each key asked for.
         ended: Why the prefix ended; UNSPECIFIED when it did not.
@@ -99,6 +100,7 @@ class Acquired:
         self.blocks = response.prefix_blocks
         self.leased = response.leased_blocks
         self.skipped = self._status.count(BlockStatus.READY) - self.leased
+        self.from_nvme = _of_nvme(response.runs, self.skipped, self.skipped + self.leased)
         self.pending = self._status.count(BlockStatus.PENDING)
         self.ended = MissReason(response.ended)
         self.ttl_s = response.lease_ttl_ms / 1000
@@ -239,3 +241,13 @@ class Acquired:
             self.release()
         elif not self._end():
             error.add_note("kvkeep: also, a slot was reused while its views were in use")
+
+
+def _of_nvme(runs: Iterable[TierRun], first: int, stop: int) -> int:
+    """Keys from `first` up to `stop` that lie in runs of nvme; runs begin at key 0."""
+    count = at = 0
+    for run in runs:
+        begin, at = at, at + run.blocks
+        if run.tier == TIER_ID_NVME:
+            count += max(0, min(at, stop) - max(begin, first))
+    return count

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import tempfile
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -30,6 +31,7 @@ class IndexOwner:
         self.newest = {}  # key -> highest record_seq seen, tombstones included
         self.moves = {}  # old location -> (location, stamp)
         self.dropped_places = []
+        self.dropped_for = Counter()
         self.segments_lost = []
         self.keep = lambda _key: True
 
@@ -76,9 +78,10 @@ class IndexOwner:
             if self.places.get(key, (0, 0))[0] == old:
                 self.places[key] = place
 
-    def dropped(self, locations, stamps):
+    def dropped(self, locations, stamps, reason):
         gone = set(zip(locations.tolist(), stamps.tolist(), strict=True))
         self.dropped_places += gone
+        self.dropped_for[reason] += len(gone)
         self.places = {key: place for key, place in self.places.items() if place not in gone}
 
     def segment_lost(self, number):

@@ -1,9 +1,10 @@
-"""A daemon of its own for a benchmark: `kvkeep serve` as a subprocess, ended by its process id."""
+"""A daemon of its own for a benchmark or the demo: `kvkeep serve` as a subprocess, ended by its
+process id."""
 
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from threading import Event
@@ -19,7 +20,8 @@ START_S = 120.0  # a pool of many GiB is touched on the way
 STOP_S = 20.0
 LOG_TAIL_NBYTES = 2000
 
-Tables = Mapping[str, Mapping[str, str | int | float | bool]]
+Value = str | float | bool | Sequence[str]
+Tables = Mapping[str, Mapping[str, Value]]
 
 
 class DaemonError(KVKeepError):
@@ -29,7 +31,8 @@ class DaemonError(KVKeepError):
 class DaemonProcess:
     """One daemon with its sockets, settings and log in `directory`.
 
-    A context manager; leaving ends the process. Not for use from several threads.
+    A context manager; leaving ends the process. May be started again after its end. Not for use
+    from several threads.
     """
 
     def __init__(self, directory: Path, tables: Tables) -> None:
@@ -83,6 +86,14 @@ class DaemonProcess:
             self._process.wait(STOP_S)
         self._process = None
 
+    def kill(self) -> None:
+        """SIGKILL: the process ends where it stands."""
+        if self._process is None:
+            return
+        self._process.kill()
+        self._process.wait(STOP_S)
+        self._process = None
+
     def check(self, grace_s: float) -> None:
         """Raises DaemonError when the process ended by itself, or does within `grace_s`."""
         if self._process is None:
@@ -121,7 +132,7 @@ class DaemonProcess:
 
     def _error(self, what: str) -> DaemonError:
         tail = self._log.read_bytes()[-LOG_TAIL_NBYTES:].decode(errors="replace")
-        return DaemonError(f"the bench's daemon {what}; its log ends with:\n{tail}")
+        return DaemonError(f"the daemon {what}; its log ends with:\n{tail}")
 
 
 class NoOpRpc:
@@ -143,7 +154,7 @@ class NoOpRpc:
 
 
 def toml(tables: Tables) -> str:
-    """The tables as TOML. Strings, numbers and booleans only."""
+    """The tables as TOML. Strings, numbers, booleans and lists of strings only."""
     lines: list[str] = []
     for table, entries in tables.items():
         lines.append(f"[{table}]")
@@ -151,12 +162,14 @@ def toml(tables: Tables) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _toml_value(value: str | float) -> str:
+def _toml_value(value: Value) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
         escaped = value.replace("\\", "\\\\").replace('"', '\\"')
         return f'"{escaped}"'
+    if isinstance(value, Sequence):
+        return f"[{', '.join(_toml_value(one) for one in value)}]"
     return repr(value)
 
 

@@ -1,10 +1,12 @@
-"""`kvkeep check`: the audit of a daemon that serves."""
+"""`kvkeep check`: the audit of a daemon that serves, or of what one left on disk."""
 
 import json
+from pathlib import Path
 
 import click
 
 from kvkeep.v1 import admin_pb2 as pb
+from kvkeep_server.cli import check_offline
 from kvkeep_server.cli.admin_calls import AdminCalls
 from kvkeep_server.cli.sizes import size_from
 from kvkeep_server.core.quantities import show_size
@@ -32,6 +34,12 @@ _BYTES_NOT_READ = "bytes     not read; --bytes compares every block with its che
 @click.command()
 @click.option("--runtime-dir", metavar="DIR", default="", help="Directory of the daemon's sockets.")
 @click.option(
+    "--offline",
+    metavar="FILE",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Check the nvme directories of the settings in FILE instead; no daemon may have them.",
+)
+@click.option(
     "--bytes", "verify", is_flag=True, help="Also read every block and compare its checksum."
 )
 @click.option(
@@ -43,12 +51,21 @@ _BYTES_NOT_READ = "bytes     not read; --bytes compares every block with its che
     help="With --bytes: read so many bytes a second at most.",
 )
 @click.option("--json", "as_machine", is_flag=True, help="Print one JSON object.")
-def check(*, runtime_dir: str, verify: bool, rate: int, as_machine: bool) -> int:
+def check(
+    *, runtime_dir: str, offline: Path | None, verify: bool, rate: int, as_machine: bool
+) -> int:
     """Audit a daemon while it serves: index, accounting, pool, leases, and every byte on request.
 
     Holds nobody up: blocks are looked at in slices, bytes are read in a thread. A block with wrong
     bytes is taken out, with what follows it. Exit code 1 when anything is wrong.
+
+    With --offline: segments, their tables and records, and what they take. Changes nothing.
     """
+    if offline is not None:
+        report = check_offline.check_directories(offline, nbytes_per_s=rate if verify else None)
+        text = check_offline.as_text(report, verify=verify)
+        click.echo(check_offline.as_json(report) if as_machine else text)
+        return EXIT_FOUND if report.findings else 0
     with AdminCalls(runtime_dir) as admin:
         request = pb.CheckRequest(verify_checksums=verify, verify_nbytes_per_s=rate)
         answer = admin.check(request)

@@ -11,6 +11,7 @@ import kvkeep as client
 from kvkeep_server.cli.admin_calls import EXIT_NO_DAEMON, NoDaemonError
 from kvkeep_server.cli.bench import bench
 from kvkeep_server.cli.check import check
+from kvkeep_server.cli.check_offline import NotOfflineError
 from kvkeep_server.cli.config import config
 from kvkeep_server.cli.demo import demo
 from kvkeep_server.cli.health import health
@@ -25,11 +26,14 @@ from kvkeep_server.sim.trace import TraceError
 EXIT_CONFIG = 78
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
+# EX_TEMPFAIL.
+EXIT_IN_USE = 75
 # EX_DATAERR.
 EXIT_DATA = 65
 _EXIT_CODES = (
     (ConfigError, EXIT_CONFIG),
     (NoDaemonError, EXIT_NO_DAEMON),
+    (NotOfflineError, EXIT_IN_USE),
     (TraceError, EXIT_DATA),
 )
 

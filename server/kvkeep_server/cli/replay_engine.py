@@ -8,7 +8,7 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,8 @@ from kvkeep_server.sim.trace import TRACE_BLOCK_TOKENS, TraceRequest
 
 # One commit's blocks, all ranks; the client's staging memory holds two of these.
 PIECE_NBYTES = 28 << 20
+# For what lies on nvme, which comes at a gigabyte a second or so: to compute it would take longer.
+WAIT_S = 10.0
 _KEYS_A_COMMIT_MAX = 4096
 _CHAINS_REMEMBERED = 65536
 _ROTATIONS = 65536
@@ -116,6 +118,7 @@ class Replay:
         hasher: Names the blocks.
         clock: For the durations.
         check_one_in: Of so many hit blocks of a request the bytes of one are checked.
+        ack: How far a block must have come before its store is over: "ram" or "nvme".
     """
 
     def __init__(
@@ -126,6 +129,7 @@ class Replay:
         hasher: "kvkeep.chain_hash.Hasher",
         clock: Clock,
         check_one_in: int,
+        ack: Literal["ram", "nvme"] = "ram",
     ) -> None:
         """See the class."""
         self.block_nbytes = namespace.spec.groups[0].block_nbytes
@@ -133,6 +137,7 @@ class Replay:
             boundary_nbytes=self.block_nbytes * ranks, tokens_per_block=hasher.block_tokens
         )
         self._check_one_in = check_one_in
+        self._ack = ack
         self._namespace = namespace
         self._size = hasher.key_nbytes
         self._keys = TraceKeys(hasher)
@@ -163,14 +168,16 @@ class Replay:
 
     def _serve(self, keys: bytes) -> None:
         found = self._timed("lookup", lambda: self._namespace.lookup(keys)).blocks
-        hit, wrong = 0, 0
+        hit, wrong, from_nvme = 0, 0, 0
         with ExitStack() as held:
             if found:
                 # Held until the rest is stored, so that the new blocks' parents stay.
                 asked = keys[: found * self._size]
-                lease = self._timed("acquire", lambda: self._namespace.acquire(asked))
+                lease = self._timed(
+                    "acquire", lambda: self._namespace.acquire(asked, wait_s=WAIT_S)
+                )
                 held.enter_context(lease)
-                hit = lease.leased  # what is on its way from nvme comes too late
+                hit, from_nvme = lease.leased, lease.from_nvme
                 wrong = self._timed("read", lambda: self._wrong(keys, lease))
             self._store(keys, hit)
         # Here the lease has been seen to last: what was read counts.
@@ -178,6 +185,7 @@ class Replay:
         self.totals.blocks_verified += checked - wrong
         self.totals.blocks_wrong += wrong
         self.totals.blocks_unchecked += hit - checked
+        self.totals.blocks_from_nvme += from_nvme
 
     def _wrong(self, keys: bytes, lease: "kvkeep.Acquired") -> int:
         """How many of the blocks that are checked are not exact in every rank's shard."""
@@ -214,7 +222,9 @@ class Replay:
         content = self._contents[rank]
 
         def store() -> "kvkeep.CommitResult":
-            with self._namespace.store(piece, parent_key=parent, rank=rank) as storing:
+            with self._namespace.store(
+                piece, parent_key=parent, rank=rank, ack=self._ack
+            ) as storing:
                 for position, view in zip(storing.new, storing.views, strict=True):
                     first = position * self._size
                     content.fill(piece[first : first + self._size], view)

@@ -8,6 +8,7 @@ _COUNTS = (
     "requests",
     "blocks_asked",
     "blocks_hit",
+    "blocks_from_nvme",
     "blocks_missed",
     "blocks_verified",
     "blocks_unchecked",
@@ -26,7 +27,7 @@ requests    {totals.requests:,} in {seconds:.1f} s; {totals.calls_refused:,} met
 {totals.deadlines_missed:,} a deadline, {totals.leases_lost:,} lost their lease
 asked       {totals.blocks_asked:,} blocks
 hit         {totals.blocks_hit:,} as a prefix ({totals.hit_ratio:.1%}): \
-{totals.tokens_saved:,} tokens saved
+{totals.tokens_saved:,} tokens saved; {totals.blocks_from_nvme:,} came from nvme
 missed      {totals.blocks_missed:,}
 stored      {totals.blocks_stored:,}; {totals.blocks_refused:,} refused
 bytes       {read} read, {stored} stored
@@ -41,6 +42,7 @@ def rows(totals: Totals) -> list[tuple[str, str]]:
         ("tokens saved", f"{totals.tokens_saved:,}"),
         ("blocks asked", f"{totals.blocks_asked:,}"),
         ("hit", f"{totals.blocks_hit:,}"),
+        ("of them from nvme", f"{totals.blocks_from_nvme:,}"),
         ("stored", f"{totals.blocks_stored:,}"),
         ("refused", f"{totals.blocks_refused:,}"),
         ("read", show_size(totals.nbytes_read)),

@@ -62,6 +62,7 @@ class Totals:
         blocks_verified: Found, read, and every byte right.
         blocks_wrong: Found, read, and a byte wrong.
         blocks_unchecked: Found, and not read.
+        blocks_from_nvme: Of those that were found, the ones that were not in ram.
         blocks_stored: That were not there.
         blocks_refused: That found no place.
         leases_lost: Requests whose lease ran out while they read; what they read does not count.
@@ -77,6 +78,7 @@ class Totals:
     blocks_verified: int = 0
     blocks_wrong: int = 0
     blocks_unchecked: int = 0
+    blocks_from_nvme: int = 0
     blocks_stored: int = 0
     blocks_refused: int = 0
     leases_lost: int = 0

@@ -61,19 +61,9 @@ def nvme_facts(settings: Settings, server_epoch: int, means: NvmeMeans) -> NvmeF
     Raises:
         InvalidArgumentError: A directory would hold too few segments to give any back.
     """
-    nvme, wanted = settings.nvme, settings.nvme.directories
-    if not wanted:
+    nvme, directories = settings.nvme, nvme_directories(settings)
+    if not directories:
         return None
-    directories = tuple(
-        DirectorySettings(
-            path=path,
-            max_nbytes=disk_nbytes(nvme.max, _disk_of(path)),
-            segment_nbytes=nvme.segment_nbytes,
-            free_min_nbytes=nvme.free_min_nbytes,
-            open_max=_SEGMENTS_OPEN_MAX,
-        )
-        for path in wanted
-    )
     for directory in directories:
         if directory.max_nbytes < _SEGMENTS_MIN * directory.segment_nbytes:
             raise InvalidArgumentError(
@@ -92,6 +82,21 @@ def nvme_facts(settings: Settings, server_epoch: int, means: NvmeMeans) -> NvmeF
     )
     queue = DemotionLimits(blocks_max=nvme.queue_blocks_max, nbytes_max=nvme.queue_nbytes)
     return NvmeFacts(tier, queue, nvme.read_threads, means)
+
+
+def nvme_directories(settings: Settings) -> tuple[DirectorySettings, ...]:
+    """The directories of the nvme tier, and what it may take there."""
+    nvme = settings.nvme
+    return tuple(
+        DirectorySettings(
+            path=path,
+            max_nbytes=disk_nbytes(nvme.max, _disk_of(path)),
+            segment_nbytes=nvme.segment_nbytes,
+            free_min_nbytes=nvme.free_min_nbytes,
+            open_max=_SEGMENTS_OPEN_MAX,
+        )
+        for path in nvme.directories
+    )
 
 
 def _disk_of(path: str) -> int:

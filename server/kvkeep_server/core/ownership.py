@@ -68,13 +68,7 @@ class Ownership:
                 f"{self._dir}: {error.strerror}; name a directory of your own with {self._named_by}"
             )
             raise FailedPreconditionError(msg) from error
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = _name_of_holder(fd)
-            os.close(fd)
-            msg = f"another daemon serves {self._dir} ({holder}); stop it, or give {self._named_by}"
-            raise FailedPreconditionError(msg) from None
+        self._lock(fd, fcntl.LOCK_EX)
         try:
             os.ftruncate(fd, 0)
             os.pwrite(fd, f"pid {os.getpid()}, server epoch {self._server_epoch}\n".encode(), 0)
@@ -83,6 +77,34 @@ class Ownership:
             msg = f"{self._dir}: {error.strerror}; make room, or name another {self._named_by}"
             raise FailedPreconditionError(msg) from error
         self._fd = fd
+
+    def acquire_to_look(self) -> None:
+        """Keeps daemons out while somebody looks at the directory; others may look too.
+
+        Writes nothing. A directory without a lock was never a daemon's, and is not locked.
+
+        Raises:
+            FailedPreconditionError: A daemon has it (named by pid), or it cannot be looked at.
+        """
+        try:
+            fd = os.open(self._dir / _LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError as error:
+            if isinstance(error, FileNotFoundError) and self._dir.is_dir():
+                return
+            msg = f"{self._dir}: {error.strerror}; give another {self._named_by}"
+            raise FailedPreconditionError(msg) from error
+        self._lock(fd, fcntl.LOCK_SH)
+        self._fd = fd
+
+    def _lock(self, fd: int, kind: int) -> None:
+        """Locks an open lock file, or closes it."""
+        try:
+            fcntl.flock(fd, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = _name_of_holder(fd)
+            os.close(fd)
+            msg = f"another daemon serves {self._dir} ({holder}); stop it, or give {self._named_by}"
+            raise FailedPreconditionError(msg) from None
 
     def clear_socket(self, path: Path, kind: socket.SocketKind) -> None:
         """Removes a socket that a dead daemon left.
@@ -127,6 +149,7 @@ def _name_of_holder(fd: int) -> str:
         name = os.pread(fd, 200, 0).decode(errors="replace").strip()
         pid = re.match(r"pid (\d+)\b", name)
         if pid is not None and Path("/proc", pid[1]).exists():
-            break
+            return name
         pause.wait(_NAME_PAUSE_S)
-    return name or "pid unknown"
+    # Whoever only looks leaves the name of a dead one.
+    return f"{name}, which is not to be seen here" if name else "pid unknown"

@@ -112,12 +112,12 @@ class Records:
         if self.unsettled is not None:
             self.unsettled.moved(rows["location"][~there], locations[~there], stamps[~there])
 
-    def dropped(self, locations: U64, stamps: U64) -> None:
+    def dropped(self, locations: U64, stamps: U64, reason: MissReason) -> None:
         """See `RecordOwner`. Rare, so it may look at every block."""
         columns = self._residency.columns
         found = np.flatnonzero(np.isin(columns.nvme, locations) & (columns.row >= 0))
         same = np.isin(columns.stamp[found], stamps)
-        self._residency.forget(found[same], MissReason.CORRUPT)
+        self._residency.forget(found[same], reason)
         if self.unsettled is not None:
             self.unsettled.gone(locations)
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import kvkeep
-from kvkeep.leases import _Column
+from kvkeep.leases import _Column, _of_nvme
+from kvkeep.v1 import block_cache_pb2 as pb
 from tests.fakes.waiting import wait_until
 from tests.unit.client.conftest import BLOCK_NBYTES, chain, contents, spec, store
 
@@ -66,6 +67,17 @@ def test_leading_blocks_can_be_skipped(namespace, keys):
         assert acquired.views() == []
     with pytest.raises(kvkeep.InvalidArgumentError, match="skip_blocks"):
         namespace.acquire(keys, skip_blocks=5)
+
+
+@pytest.mark.parametrize(
+    ("first", "stop", "from_nvme"),
+    [(0, 10, 5), (0, 3, 0), (0, 4, 1), (4, 10, 4), (3, 5, 2), (5, 8, 1), (0, 0, 0), (9, 10, 1)],
+)
+def test_what_was_leased_from_nvme(first, stop, from_nvme):
+    # Keys 3 to 5 and 8 to 9 lie on nvme.
+    runs = [(pb.TIER_ID_RAM, 3), (pb.TIER_ID_NVME, 3), (pb.TIER_ID_RAM, 2), (pb.TIER_ID_NVME, 2)]
+    runs = [pb.TierRun(tier=tier, blocks=blocks) for tier, blocks in runs]
+    assert _of_nvme(runs, first, stop) == from_nvme
 
 
 def test_a_budget_defers_the_rest(namespace, keys):

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvkeep_server.core.clock import Clock
+from kvkeep_server.core.results import MissReason
 from kvkeep_server.tiers.nvme.files import Files
 from kvkeep_server.tiers.nvme.scratch import ScratchPool
 from kvkeep_server.tiers.nvme.segment_format import NUMBER_MAX
@@ -44,9 +45,9 @@ class RecordOwner(Protocol):
         """Records lie elsewhere from now on, safe on the medium; the old places are gone soon."""
         ...
 
-    def dropped(self, locations: U64, stamps: U64) -> None:
-        """Records that were readable are not any more: corrupt, lost in a failed sync, with a file
-        that was cut, or wanted without room to write them again."""
+    def dropped(self, locations: U64, stamps: U64, reason: MissReason) -> None:
+        """Records that were readable are not any more. CORRUPT: wrong, lost in a failed sync, or
+        with a file that was cut. EVICTED: wanted, without room to write them again."""
         ...
 
     def segment_lost(self, number: int) -> None:
@@ -250,11 +251,17 @@ class Directory:
         """Runs blocking work in a writer thread, to its end also when the caller is cancelled."""
         return await finish(asyncio.get_running_loop().run_in_executor(self.workers.writers, work))
 
-    def lose(self, segment: Segment, locations: U64, stamps: U64) -> None:
-        """Makes records of a segment unreadable and tells their owner."""
+    def lose(
+        self,
+        segment: Segment,
+        locations: U64,
+        stamps: U64,
+        reason: MissReason = MissReason.CORRUPT,
+    ) -> None:
+        """Makes records of a segment unreadable and tells their owner why."""
         segment.dead.update((locations & np.uint64(NUMBER_MAX)).tolist())
         if len(locations):
-            self.owner.dropped(locations, stamps)
+            self.owner.dropped(locations, stamps, reason)
 
     async def unlink_retired(self) -> None:
         """Removes the files of reclaimed segments that nobody reads any more.

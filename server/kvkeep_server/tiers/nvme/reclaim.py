@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from kvkeep_server.core.results import MissReason
 from kvkeep_server.tiers.base import WriteStatus
 from kvkeep_server.tiers.nvme.appender import Append
 from kvkeep_server.tiers.nvme.directory import OP_NBYTES_MAX, Directory
@@ -155,7 +156,7 @@ class Reclaimer:
             return False
         try:
             directory.counts.corrupt += int((~good).sum())
-            self._drop(segment, rows[~good])
+            self._drop(segment, rows[~good], MissReason.CORRUPT)
             old = rows[good]
             new = old.copy()
             new["record_seq"] = seqs[good]
@@ -211,11 +212,11 @@ class Reclaimer:
             return False
         no_room = ~written & alive
         directory.counts.reinsert_failed += int(no_room.sum())
-        self._drop(segment, old[no_room])
+        self._drop(segment, old[no_room], MissReason.EVICTED)
         return True
 
-    def _drop(self, segment: Segment, rows: Rows) -> None:
-        self._directory.lose(segment, rows["location"], rows["record_seq"])
+    def _drop(self, segment: Segment, rows: Rows, reason: MissReason) -> None:
+        self._directory.lose(segment, rows["location"], rows["record_seq"], reason)
 
     def _alive(self, segment: Segment, rows: Rows) -> NDArray[np.bool_]:
         if not segment.dead:

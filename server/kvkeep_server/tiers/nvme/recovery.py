@@ -40,6 +40,8 @@ from kvkeep_server.tiers.record import (
 # Where in a header its lengths lie.
 _STORED_NBYTES_AT = RECORD.fields["stored_nbytes"][1]  # type: ignore[index]
 _ROWS_NBYTES_MAX = 1 << 30
+# What `inspect` says of a file that is no damage but of a later release begins so.
+NEWER = "format version"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +79,9 @@ def inspect(files: Files, pool: ScratchPool, segment: Segment) -> Content | str:
     pages = files.size(fd) // PAGE_NBYTES
     scratch = pool.take(0)
     try:
-        if not pages:
-            return "shorter than its header"
-        first = _page(files, fd, scratch, 0)
-        header = decode_segment_header(first)
-        if header is None:
-            return _why_no_header(first)
-        if header.number != segment.number:
-            return f"is a copy of segment {header.number}"
+        header = _header(files, fd, pool, segment, _page(files, fd, scratch, 0))
+        if not isinstance(header, SegmentHeader):
+            return header
         footer = decode_footer(_page(files, fd, scratch, pages - 1))
         if footer is not None and footer.number == segment.number:
             rows = _table(files, fd, pool, footer, pages)
@@ -95,10 +92,26 @@ def inspect(files: Files, pool: ScratchPool, segment: Segment) -> Content | str:
         pool.give(scratch)
 
 
+def _header(
+    files: Files, fd: int, pool: ScratchPool, segment: Segment, first: memoryview
+) -> SegmentHeader | Content | str:
+    """What the first page says; or what there is to say without it."""
+    header = decode_segment_header(first)
+    if header is not None and header.number != segment.number:
+        return f"is a copy of segment {header.number}"
+    if header is not None:
+        return header
+    if not any(first) and _is_zero(files, fd, pool, FIRST_PAGE):
+        # Its maker died between making the file and writing its first page: nothing was ever in it.
+        none = SegmentHeader(segment.number, segment.pages, 0, "")
+        return Content(none, np.empty(0, RECORD), FIRST_PAGE, sealed=False)
+    return _why_no_header(first) if segment.pages else "shorter than its header"
+
+
 def _why_no_header(page: memoryview) -> str:
     version = segment_version_of(page)
     if version > SEGMENT_VERSION:
-        return f"format version {version} is newer than {SEGMENT_VERSION}"
+        return f"{NEWER} {version} is newer than {SEGMENT_VERSION}"
     return "its header is damaged"
 
 

@@ -263,6 +263,7 @@ def test_memcpy_moves_its_source_and_copies():
 
 def test_settings_file_reads_back():
     tables = {"ram": {"size": "2GiB", "huge_pages": True}, "index": {"load_max": 0.5, "rows": 7}}
+    tables["nvme"] = {"directories": ["/a", 'with "quotes"'], "segment": "64MiB"}
     assert tomllib.loads(toml(tables)) == tables
     assert tomllib.loads(toml(Plan().daemon_tables()))["index"]["rows_initial"] > 2_000_000
 

@@ -36,6 +36,7 @@ class FakeLease:
 
     def __init__(self, namespace, keys):
         self.leased = len(keys)
+        self.from_nvme = min(namespace.on_nvme, len(keys))
         self._namespace = namespace
         self._keys = keys
 
@@ -61,6 +62,8 @@ class DictNamespace:
         self.set_id = b"s" * 16
         self.shards = [{} for _ in range(ranks)]
         self.limit = limit
+        self.on_nvme = 0
+        self.acks = set()
         self.parents = []
         self.failure = None
 
@@ -72,13 +75,15 @@ class DictNamespace:
     def lookup(self, keys):
         return SimpleNamespace(blocks=self._leading(keys)[1])
 
-    def acquire(self, keys):
+    def acquire(self, keys, *, wait_s):
+        assert wait_s > 0
         split, count = self._leading(keys)
         return FakeLease(self, split[:count])
 
     @contextmanager
-    def store(self, keys, *, parent_key=None, rank=0):
+    def store(self, keys, *, parent_key=None, rank=0, ack="ram"):
         self.parents.append(parent_key)
+        self.acks.add(ack)
         blocks = self.shards[rank]
         split, _ = self._leading(keys)
         new = [i for i, key in enumerate(split) if key not in blocks]
@@ -157,6 +162,14 @@ def test_every_rank_has_bytes_of_its_own_and_all_are_checked():
     third[key][0] ^= 1
     replay.run(next(small_trace().requests()))
     assert (totals.blocks_wrong, totals.blocks_verified) == (1, 20 + 11)
+
+
+def test_what_came_from_nvme_and_how_far_a_store_goes(namespace):
+    replay = replay_of(namespace, ack="nvme")
+    namespace.on_nvme = 5
+    totals = run_all(replay)
+    assert (totals.blocks_hit, totals.blocks_from_nvme) == (20, 10)
+    assert namespace.acks == {"nvme"}
 
 
 def test_a_pool_that_is_full_costs_hits_not_correctness(replay, namespace):

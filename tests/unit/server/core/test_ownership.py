@@ -89,6 +89,36 @@ def test_released_or_dead_holders_do_not_matter(tmp_path, holder):
     acquire(tmp_path).release()
 
 
+def look(directory):
+    looker = Ownership(directory, server_epoch=0)
+    looker.acquire_to_look()
+    return looker
+
+
+def test_who_looks_keeps_owners_out_and_writes_nothing(tmp_path, holder):
+    with pytest.raises(FailedPreconditionError, match=rf"pid {holder.child.pid}\b.*stop it"):
+        look(tmp_path)
+    holder.end()
+    before = (tmp_path / "kvkeep.lock").read_bytes()
+    first, second = look(tmp_path), look(tmp_path)
+    with pytest.raises(FailedPreconditionError, match=rf"{holder.child.pid}\b.* not to be seen"):
+        acquire(tmp_path)
+    assert (tmp_path / "kvkeep.lock").read_bytes() == before
+    first.release()
+    second.release()
+    acquire(tmp_path).release()
+
+
+def test_where_nobody_ever_was_there_is_nothing_to_lock(tmp_path):
+    look(tmp_path).release()
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(FailedPreconditionError, match="No such file"):
+        look(tmp_path / "none")
+    (tmp_path / "kvkeep.lock").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(FailedPreconditionError, match="levels of symbolic links"):
+        look(tmp_path)
+
+
 def test_release_is_idempotent_and_before_acquire_harmless(tmp_path):
     owner = Ownership(tmp_path, server_epoch=1)
     owner.release()

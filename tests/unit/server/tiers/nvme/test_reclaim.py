@@ -5,6 +5,7 @@ import threading
 
 import numpy as np
 
+from kvkeep_server.core.results import MissReason
 from kvkeep_server.tiers.base import ReadStatus
 from kvkeep_server.tiers.nvme.files import DiskFiles
 from tests.fakes.nvme_blocks import blocks_of, named, with_facts
@@ -88,9 +89,31 @@ def test_a_corrupt_record_is_not_written_again(make, owner, tmp_path):
         place = owner.places[keys[0]]
         await tier.reclaim_oldest()
         assert owner.dropped_places == [place]
+        assert owner.dropped_for == {MissReason.CORRUPT: 1}
         assert keys[0] not in owner.places
         assert await all_hits(tier, owner, {key: stored[key] for key in keys[1:]})
         await tier.close()
+
+    asyncio.run(run())
+
+
+def test_what_finds_no_room_again_is_evicted_and_not_called_corrupt(make, owner, tmp_path, threads):
+    """A limit was lowered: what is wanted cannot stay, and its bytes are as right as ever."""
+    tier = make()
+
+    async def run():
+        await started(tier, owner)
+        for seed in range(3):
+            await store(tier, owner, 15, seed)
+            await tier.seal()
+        await tier.close()
+        less = nvme_tier([tmp_path / "0"], threads, owner=owner, max_nbytes=MIB)
+        await started(less, owner)
+        while less.stats().directories[0].used_nbytes > MIB:
+            assert await less.reclaim_oldest()
+        assert less.stats().counts.reinsert_failed == len(owner.dropped_places) > 0
+        assert owner.dropped_for == {MissReason.EVICTED: len(owner.dropped_places)}
+        await less.close()
 
     asyncio.run(run())
 

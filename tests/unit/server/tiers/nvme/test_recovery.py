@@ -177,7 +177,7 @@ def test_damaged_foreign_and_newer_files_are_skipped_named_and_left_alone(make, 
     damaged = bytearray(good)
     damaged[30] ^= 1
     strange = {
-        "00000010.kvks": b"",
+        "00000010.kvks": b"short",
         "00000011.kvks": os.urandom(50_000),
         "00000012.kvks": bytes(newer),
         "00000013.kvks": bytes(damaged),
@@ -210,6 +210,25 @@ def test_damaged_foreign_and_newer_files_are_skipped_named_and_left_alone(make, 
     for name, data in strange.items():
         assert (tmp_path / "d" / name).read_bytes() == data
     assert directory.used_nbytes >= sum(len(data) for data in strange.values())
+
+
+@pytest.mark.promise("P15", gate=1, unit="segments that a death left unbegun")
+@pytest.mark.parametrize("nbytes", [0, MIB])
+def test_a_segment_that_was_made_and_never_begun_is_given_back(make, tmp_path, nbytes):
+    """A process died between making the file and writing its first page: its room must not be lost
+    with it. A segment whose first page became zeros is damage, and stays."""
+    keys, contents = write(make(), close=False)
+    good = the_file(tmp_path)
+    unbegun = good.with_name("00000002.kvks")
+    unbegun.write_bytes(bytes(nbytes))
+    zeroed = good.with_name("00000003.kvks")
+    zeroed.write_bytes(bytes(4096) + good.read_bytes()[4096:])
+    got, stats = read_back(make(), keys)
+    assert got == hits(contents)
+    assert not unbegun.exists()
+    (directory,) = stats.directories
+    assert directory.skipped == {str(zeroed): "its header is damaged"}
+    assert directory.used_nbytes == good.stat().st_size + zeroed.stat().st_size
 
 
 def test_new_segments_never_take_the_name_of_another_file(make, tmp_path):
