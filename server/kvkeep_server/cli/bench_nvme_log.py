@@ -108,7 +108,6 @@ class MeasuredLog:
         self._slots = slots
         self._random = random
         self._loop = asyncio.Runner()
-        self._readers = ThreadPoolExecutor(read_threads)
         self._writers = ThreadPoolExecutor(_WRITE_THREADS)
         self._batches: list[Blocks] = []
         one = DirectorySettings(str(directory), max_nbytes, SEGMENT_NBYTES, 0, open_max=256)
@@ -123,7 +122,7 @@ class MeasuredLog:
             ),
             files=DiskFiles(),
             clock=SystemClock(),
-            readers=self._readers,
+            read_threads=read_threads,
             writers=self._writers,
             owner=_NobodysRecords(),
         )
@@ -144,7 +143,6 @@ class MeasuredLog:
             self._loop.run(self._tier.close())
         finally:
             self._loop.close()
-            self._readers.shutdown()
             self._writers.shutdown()
 
     def fill(self, count: int, block_nbytes: int) -> Blocks:
