@@ -30,7 +30,11 @@ from kvkeep_server.core.histogram import DURATION_BOUNDS_S, Histogram
 from kvkeep_server.core.huge_pages import HugePages
 from kvkeep_server.core.memory_limit import MemoryLimit, read_memory_limit
 from kvkeep_server.core.ownership import Ownership
-from kvkeep_server.core.process import forbid_inspection, raise_descriptor_limit
+from kvkeep_server.core.process import (
+    SWITCH_INTERVAL_S,
+    forbid_inspection,
+    raise_descriptor_limit,
+)
 from kvkeep_server.core.settings_kinds import listen_address
 from kvkeep_server.index.table import IndexTable
 from kvkeep_server.metrics.endpoint import Endpoint
@@ -60,8 +64,6 @@ from kvkeep_server.tiers.ram.tier import RamTier
 
 SOCKET_NAME = "kvkeep.sock"
 FD_SOCKET_NAME = "kvkeep.fd.sock"
-# One of the daemon's threads may hold the GIL for so long before the event loop gets it.
-_SWITCH_INTERVAL_S = 0.0002
 _UPKEEP_PERIOD_S = 0.05
 _HEALTH_PERIOD_S = 0.5
 _DRAIN_S = 5.0
@@ -245,7 +247,7 @@ class Daemon:
         try:
             forbid_inspection()
             raise_descriptor_limit()
-            sys.setswitchinterval(_SWITCH_INTERVAL_S)
+            sys.setswitchinterval(SWITCH_INTERVAL_S)
             ownership.clear_socket(directory / SOCKET_NAME, socket.SOCK_STREAM)
             ownership.clear_socket(directory / FD_SOCKET_NAME, socket.SOCK_SEQPACKET)
             core = build_core(

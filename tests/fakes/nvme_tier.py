@@ -117,7 +117,7 @@ def nvme_tier(
         settings=replace(limits, **(settings or {})),
         files=files or DiskFiles(),
         clock=clock or SystemClock(),
-        readers=executor,
+        read_threads=3,
         writers=executor,
         owner=owner if owner is not None else IndexOwner(),
     )

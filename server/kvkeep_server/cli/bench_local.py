@@ -329,8 +329,8 @@ class LocalBench:
             yield from busy_rows(prefix, operation.name, alone, busy)
 
 
-def machine(plan: Plan, stats: Mapping[str, Any]) -> dict[str, object]:
-    """What the figures depend on: the machine, the versions, the sizes of this run."""
+def host() -> dict[str, object]:
+    """The machine and the versions that every figure depends on."""
     limit = read_memory_limit()
     return {
         "cpu": _cpu_model(),
@@ -341,13 +341,20 @@ def machine(plan: Plan, stats: Mapping[str, Any]) -> dict[str, object]:
         "kernel": platform.release(),
         "python": platform.python_version(),
         "numpy": np.__version__,
+        "seed": SEED,
+    }
+
+
+def machine(plan: Plan, stats: Mapping[str, Any]) -> dict[str, object]:
+    """What the figures depend on: the host, the sizes of this run."""
+    return {
+        **host(),
         "grpcio": grpc.__version__,
         "resident_nbytes_each_size": plan.resident_nbytes,
         "batch_blocks": BATCH_BLOCKS,
         "source_nbytes": plan.source_nbytes,
         "rounds": plan.rounds,
         "busy_loop_s": plan.busy_s,
-        "seed": SEED,
         **stats,
     }
 

@@ -32,7 +32,8 @@ def _at_most(limit: float) -> Bound:
     return Bound(at_least=False, limit=limit)
 
 
-# Rates: over memcpy. Times: over a no-op RPC. busy/*: over the same loop without the busy thread.
+# Of `bench local`. Rates: over memcpy. Times: over a no-op RPC. busy/*: over the same loop without
+# the busy thread.
 BOUNDS: Mapping[str, Bound] = {
     "read_copy/57KiB": _at_least(0.45),
     "read_copy/128KiB": _at_least(0.6),
@@ -57,6 +58,13 @@ BOUNDS: Mapping[str, Bound] = {
         for figure, limit in (("mean", 3), ("p99", 5))
     },
 }
+# Of `bench nvme`. Rates, over fio.
+NVME_BOUNDS: Mapping[str, Bound] = {
+    f"{what}/{size}": _at_least(limit)
+    for what, limit in (("prefix_read", 0.8), ("random_read", 0.6), ("write", 0.6))
+    for size in ("57KiB", "128KiB", "2MiB")
+}
+_ALL_BOUNDS = {**BOUNDS, **NVME_BOUNDS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +90,7 @@ class Row:
     @property
     def bound(self) -> Bound | None:
         """What the ratio must keep; None: it is only reported."""
-        return BOUNDS.get(self.name)
+        return _ALL_BOUNDS.get(self.name)
 
     @property
     def holds(self) -> bool:
@@ -132,15 +140,15 @@ def busy_rows(prefix: str, name: str, alone: Samples, busy: Samples) -> list[Row
     ]
 
 
-def missed(rows: Sequence[Row]) -> list[str]:
-    """A sentence for each bound that is missed or whose row is not there."""
+def missed(rows: Sequence[Row], bounds: Mapping[str, Bound] = BOUNDS) -> list[str]:
+    """A sentence for each of a bench's bounds that is missed or whose row is not there."""
     sentences = [
         f"{row.name}: {row.ratio or 0:.2f} x {row.baseline}, {row.bound} wanted"
         for row in rows
         if not row.holds
     ]
     there = {row.name for row in rows}
-    return sentences + [f"{name}: not measured" for name in BOUNDS if name not in there]
+    return sentences + [f"{name}: not measured" for name in bounds if name not in there]
 
 
 def as_json(machine: Mapping[str, object], rows: Sequence[Row]) -> str:

@@ -10,6 +10,7 @@ import click
 import kvkeep as client
 from kvkeep_server.cli.admin_calls import EXIT_NO_DAEMON, NoDaemonError
 from kvkeep_server.cli.bench import bench
+from kvkeep_server.cli.bench_fio import EXIT_NO_FIO, NoFioError
 from kvkeep_server.cli.check import check
 from kvkeep_server.cli.check_offline import NotOfflineError
 from kvkeep_server.cli.config import config
@@ -35,6 +36,7 @@ _EXIT_CODES = (
     (NoDaemonError, EXIT_NO_DAEMON),
     (NotOfflineError, EXIT_IN_USE),
     (TraceError, EXIT_DATA),
+    (NoFioError, EXIT_NO_FIO),
 )
 
 

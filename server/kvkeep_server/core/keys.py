@@ -54,6 +54,8 @@ class KeyBatch:
     def pack(self) -> bytes:
         """The wire form."""
         nbytes = self.words.shape[1] * 8
+        if nbytes == self.key_nbytes:
+            return self.words.tobytes()
         raw = np.ascontiguousarray(self.words).view(np.uint8).reshape(len(self), nbytes)
         return raw[:, : self.key_nbytes].tobytes()
 

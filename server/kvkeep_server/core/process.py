@@ -4,6 +4,8 @@ import ctypes
 import os
 import resource
 
+# One of the daemon's threads may hold the GIL for so long before the event loop gets it.
+SWITCH_INTERVAL_S = 0.0002
 _PR_SET_DUMPABLE = 4
 
 

@@ -80,7 +80,6 @@ class NvmeSide:
         """See the class."""
         files, clock, source = facts.means.files, facts.means.clock, facts.means.source
         self._residency = residency
-        self._readers = ThreadPoolExecutor(facts.read_threads, thread_name_prefix="kvkeep-read")
         self._writers = ThreadPoolExecutor(_WRITE_THREADS, thread_name_prefix="kvkeep-write")
         self.records = Records(
             residency=residency, policy=UsedReinsertion(), keyspace_of=book.by_name
@@ -89,7 +88,7 @@ class NvmeSide:
             settings=facts.settings,
             files=files,
             clock=clock,
-            readers=self._readers,
+            read_threads=facts.read_threads,
             writers=self._writers,
             owner=self.records,
         )
@@ -152,7 +151,6 @@ class NvmeSide:
         """After `run` was cancelled: ends flights, seals, gives directories and threads back."""
         await self.promotion.finish()
         await self.tier.close()
-        self._readers.shutdown()
         self._writers.shutdown()
 
 

@@ -12,6 +12,7 @@ another length, never pass for this one.
 import struct
 from collections.abc import Sequence
 from enum import IntEnum
+from functools import lru_cache
 
 import numpy as np
 import xxhash
@@ -94,6 +95,7 @@ class CodecId(IntEnum):
 # --- checksums ------------------------------------------------------------------------------------
 
 
+@lru_cache(maxsize=1024)
 def checksum_seed(namespace_id: bytes, group: int, payload_nbytes: int) -> int:
     """What all payload checksums of these blocks are bound to, beside their keys."""
     bound = namespace_id + group.to_bytes(4, "little") + payload_nbytes.to_bytes(8, "little")
@@ -319,11 +321,12 @@ def check_block(
         Its location, record number, key (filled up) and checksum of the stored bytes. Location 0: a
         right header, of something else. None: no header.
     """
-    header = bytes(page[:HEADER_NBYTES])
+    # Copied, since a view is compared element by element: 30 us for the fill of a page.
+    header = bytes(page)
     digest = xxhash.xxh3_64_intdigest(header[:_CHECKED_NBYTES])
-    if digest.to_bytes(8, "little") != header[_CHECKED_NBYTES:]:
+    if digest.to_bytes(8, "little") != header[_CHECKED_NBYTES:HEADER_NBYTES]:
         return None
-    if page[HEADER_NBYTES:PAGE_NBYTES] != _FILL:
+    if not header.endswith(_FILL):
         return None
     start = _START.pack(MAGIC, VERSION, 0, group, namespace_id)
     codec, payload, stored, stored_checksum, seq, location = _MIDDLE.unpack_from(header, 54)

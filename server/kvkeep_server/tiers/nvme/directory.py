@@ -191,25 +191,22 @@ class Workers:
     """Threads and what they share.
 
     Attributes:
-        readers: Runs reads of blocks.
-        writers: Runs everything else that blocks; a hung write must not take the readers' threads.
+        writers: Runs all that blocks but reads of blocks, which have threads of their own.
         pairs: Header page and last page of each record of one system call. Header pages lie at even
             pages and nothing else is ever written there, so that their fill stays zero.
         bounce: Whole records, where the caller's memory is not aligned.
     """
 
-    readers: Executor
     writers: Executor
     write_pairs: ScratchPool
     read_pairs: ScratchPool
     bounce: ScratchPool
 
     @classmethod
-    def make(cls, readers: Executor, writers: Executor, *, kept_max: int) -> "Workers":
+    def make(cls, writers: Executor, *, kept_max: int) -> "Workers":
         """With scratch memory of which so many buffers of each kind stay."""
         pairs_nbytes = OP_RECORDS_MAX * _PAIR_NBYTES
         return cls(
-            readers,
             writers,
             ScratchPool(nbytes=pairs_nbytes, kept_max=kept_max),
             ScratchPool(nbytes=pairs_nbytes, kept_max=kept_max),

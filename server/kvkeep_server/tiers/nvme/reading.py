@@ -20,6 +20,8 @@ from kvkeep_server.tiers.record import (
 
 # A `ReadStatus` each.
 Statuses = bytearray
+# Statuses, and how many blocks could not be read for errors of the system.
+Read = tuple[Statuses, int]
 # Looked up once: an enum's attribute costs more than a comparison.
 _HIT, _MISS = int(ReadStatus.HIT), int(ReadStatus.MISS)
 _CORRUPT, _THROTTLED = int(ReadStatus.CORRUPT), int(ReadStatus.THROTTLED)
@@ -27,7 +29,7 @@ _CORRUPT, _THROTTLED = int(ReadStatus.CORRUPT), int(ReadStatus.THROTTLED)
 UNREADABLE = {errno.EIO, errno.EILSEQ, errno.ENODATA}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Asked:
     """Blocks of one namespace, group and size that lie in one segment, by ascending location.
 
@@ -74,6 +76,8 @@ class Asked:
 
     def runs(self, nbytes_max: int) -> list[tuple[int, int]]:
         """Bounds of neighbours that are read with one system call each."""
+        if len(self.keys) == 1:
+            return [(0, 1)]
         step = self.record_pages
         longest = min(OP_RECORDS_MAX, max(1, nbytes_max // (step * PAGE_NBYTES)))
         runs, start = [], 0
@@ -85,9 +89,7 @@ class Asked:
         return runs
 
 
-def read_blocks(
-    files: Files, workers: Workers, segment: Segment, asked: Asked
-) -> tuple[Statuses, int]:
+def read_blocks(files: Files, workers: Workers, segment: Segment, asked: Asked) -> Read:
     """Reads and verifies blocks: neighbours with one system call.
 
     Returns:
@@ -104,14 +106,17 @@ def read_blocks(
         count = len(asked.keys)
         return bytearray([_THROTTLED]) * count, count
     status, errors = bytearray(), 0
-    for start, stop in asked.runs(OP_NBYTES_MAX):
+    runs = asked.runs(OP_NBYTES_MAX)
+    if len(runs) == 1:
+        return _read_run(files, workers, fd, asked)
+    for start, stop in runs:
         some, failed = _read_run(files, workers, fd, asked.part(start, stop))
         status += some
         errors += failed
     return status, errors
 
 
-def _read_run(files: Files, workers: Workers, fd: int, asked: Asked) -> tuple[Statuses, int]:
+def _read_run(files: Files, workers: Workers, fd: int, asked: Asked) -> Read:
     """One system call; where it fails one for each block, so that only bad places suffer."""
     read = _read_direct if all(map(is_aligned, asked.into)) else _read_bounced
     try:

@@ -1,5 +1,6 @@
 """Page-aligned memory for worker threads: what O_DIRECT wants where the caller's is not."""
 
+import ctypes
 import mmap
 from collections import deque
 from collections.abc import Sequence
@@ -44,7 +45,10 @@ class ScratchPool:
 
 def is_aligned(view: memoryview) -> bool:
     """Whether O_DIRECT takes whole pages from the beginning of this memory."""
-    address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
+    if view.readonly:
+        address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
+    else:  # a quarter of the time
+        address = ctypes.addressof(ctypes.c_char.from_buffer(view))
     return address % PAGE_NBYTES == 0
 
 

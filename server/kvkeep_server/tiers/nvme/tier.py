@@ -23,6 +23,7 @@ from kvkeep_server.tiers.base import Blocks, Presence, ReadStatus, RemoveStatus,
 from kvkeep_server.tiers.nvme.appender import Append
 from kvkeep_server.tiers.nvme.batch import NvmeBatch
 from kvkeep_server.tiers.nvme.clock import LogClock
+from kvkeep_server.tiers.nvme.crew import ReadingCrew
 from kvkeep_server.tiers.nvme.directory import (
     Counts,
     Directory,
@@ -30,11 +31,10 @@ from kvkeep_server.tiers.nvme.directory import (
     RecordOwner,
     RecordSequence,
     Workers,
-    finish,
 )
 from kvkeep_server.tiers.nvme.files import Files
 from kvkeep_server.tiers.nvme.log import Log
-from kvkeep_server.tiers.nvme.reading import Asked, read_blocks
+from kvkeep_server.tiers.nvme.reading import Asked, Read, Statuses, read_blocks
 from kvkeep_server.tiers.nvme.recovery import recover_segment
 from kvkeep_server.tiers.nvme.segment_format import PAGE_MASK, PAGE_MAX
 from kvkeep_server.tiers.nvme.segments import (
@@ -55,8 +55,6 @@ from kvkeep_server.tiers.record import (
 _PIECE_NBYTES = 2 << 20
 _PIECE_CALLS = 8
 _CORRUPT, _MISS = int(ReadStatus.CORRUPT), int(ReadStatus.MISS)
-# Blocks, and their positions in what the caller asked for.
-_Placed = tuple[Asked, list[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +86,8 @@ class NvmeTier:
         settings: See there.
         files: The file systems.
         clock: See `core.clock`.
-        readers: Threads for `read`.
-        writers: Threads for everything else that blocks.
+        read_threads: How many threads read blocks; they are the tier's own.
+        writers: Threads for everything else that blocks: a hung write must not take those of reads.
         owner: Of the records.
     """
 
@@ -99,7 +97,7 @@ class NvmeTier:
         settings: NvmeSettings,
         files: Files,
         clock: Clock,
-        readers: Executor,
+        read_threads: int,
         writers: Executor,
         owner: RecordOwner,
     ) -> None:
@@ -110,7 +108,10 @@ class NvmeTier:
         self._log_clock = LogClock(clock)
         self._counts = Counts()
         self._reading_nbytes = 0
-        workers = Workers.make(readers, writers, kept_max=2 * len(settings.directories) + 2)
+        workers = Workers.make(
+            writers, kept_max=max(read_threads, 2 * len(settings.directories) + 2)
+        )
+        self._readers: ReadingCrew[Read] = ReadingCrew(read_threads)
         tables = [SegmentTable(settings=one, files=files) for one in settings.directories]
         self._logs = [
             Log(
@@ -207,6 +208,7 @@ class NvmeTier:
 
         Nobody may call anything afterwards.
         """
+        self._readers.close()
         for log, lock in zip(self._logs, self._locks, strict=True):
             try:
                 await log.close()
@@ -249,21 +251,23 @@ class NvmeTier:
 
     async def read(self, blocks: Blocks, into: Sequence[memoryview]) -> NDArray[np.uint8]:
         """See `Tier`. Into buffers of any alignment; page-aligned ones are read without a copy."""
-        assert len(into) == len(blocks)
-        status = np.full(len(blocks), ReadStatus.MISS, np.uint8)
-        nbytes = len(blocks) * blocks.nbytes
+        count = len(into)
+        assert count == len(blocks)
+        nbytes = count * blocks.nbytes
         if self._reading_nbytes and self._reading_nbytes + nbytes > (
             self._settings.reading_max_nbytes
         ):
-            self._counts.throttled += len(blocks)
-            status[self.resident(blocks) == Presence.YES] = ReadStatus.THROTTLED
-            return status
+            self._counts.throttled += count
+            there = self.resident(blocks) == Presence.YES
+            return np.where(there, ReadStatus.THROTTLED, ReadStatus.MISS).astype(np.uint8)
+        # Bytes, not an array: most calls are for few blocks.
+        status = bytearray([_MISS]) * count
         self._reading_nbytes += nbytes
         try:
             await self._read_all(blocks, into, status)
         finally:
             self._reading_nbytes -= nbytes
-        return status
+        return np.frombuffer(status, np.uint8)
 
     def reserve(self, nbytes: int, count: int) -> NvmeBatch:
         """See `Tier`: room in one directory, so that a chain lies together.
@@ -341,10 +345,10 @@ class NvmeTier:
 
     def _held(self, blocks: Blocks) -> list[tuple[Log, Segment, list[int]]]:
         """The readable segments in which blocks may lie, and the positions of those blocks."""
-        places_of: dict[int, list[int]] = {}
-        for place, location in enumerate(blocks.locations.tolist()):
-            places_of.setdefault(location >> 32, []).append(place)
         locations, stamps = blocks.locations.tolist(), blocks.stamps.tolist()
+        places_of: dict[int, list[int]] = {}
+        for place, location in enumerate(locations):
+            places_of.setdefault(location >> 32, []).append(place)
         held = []
         for number, places in places_of.items():
             for log in self._logs:
@@ -356,49 +360,47 @@ class NvmeTier:
                         held.append((log, segment, there))
         return held
 
-    async def _read_all(
-        self, blocks: Blocks, into: Sequence[memoryview], status: NDArray[np.uint8]
-    ) -> None:
-        running = []
+    async def _read_all(self, blocks: Blocks, into: Sequence[memoryview], status: Statuses) -> None:
+        """Writes its answers into `status`."""
         ask = _asker(blocks, into)
-        for log, segment, places in self._held(blocks):
-            for part, some in _pieces(ask(places)):
-                running.append(self._read_part(log, segment, part, some, status))
-        if len(running) == 1:
-            await running[0]
-        elif running:
-            # Also when cancelled, it waits for all of them.
-            for result in await asyncio.gather(*running, return_exceptions=True):
-                if isinstance(result, BaseException):
-                    raise result
-
-    async def _read_part(
-        self, log: Log, segment: Segment, asked: Asked, places: list[int], status: NDArray[np.uint8]
-    ) -> None:
-        """One job of a reader thread; writes its answers into `status`."""
-        table = log.directory.table
-        if not segment.readable:
-            return
-        table.hold(segment)
-        loop = asyncio.get_running_loop()
+        parts = [
+            (log, segment, part, some)
+            for log, segment, places in self._held(blocks)
+            for part, some in _pieces(*ask(places))
+        ]
+        for log, segment, _, _ in parts:
+            log.directory.table.hold(segment)
+        files, workers = self._files, self._workers
         try:
-            job = loop.run_in_executor(
-                self._workers.readers, read_blocks, self._files, self._workers, segment, asked
+            answers = await self._readers.run(
+                [
+                    partial(read_blocks, files, workers, segment, part)
+                    for _, segment, part, _ in parts
+                ]
             )
-            answers, errors = await finish(job)
-        except FileNotFoundError:
-            self._vanished(log, segment)
-            return
         finally:
-            table.release(segment)
+            for log, segment, _, _ in parts:
+                log.directory.table.release(segment)
+        for (log, segment, part, some), answer in zip(parts, answers, strict=True):
+            if isinstance(answer, FileNotFoundError):
+                self._vanished(log, segment)
+            elif isinstance(answer, Exception):
+                raise answer
+            else:
+                self._note(log, segment, part, answer)
+                for place, one in zip(some, answer[0], strict=True):
+                    status[place] = one
+
+    def _note(self, log: Log, segment: Segment, asked: Asked, read: Read) -> None:
+        """Counts, and corrects the answers by what happened meanwhile."""
+        answers, errors = read
         self._counts.read_errors += errors
-        for i, place in enumerate(places):
-            answer = answers[i]
-            if answer == _CORRUPT:
-                self._corrupt(log, segment, asked.locations[i], asked.stamps[i])
-            elif segment.dead and (asked.locations[i] & PAGE_MAX) in segment.dead:
-                answer = _MISS  # removed meanwhile
-            status[place] = answer
+        if segment.dead or _CORRUPT in answers:
+            for i, answer in enumerate(answers):
+                if answer == _CORRUPT:
+                    self._corrupt(log, segment, asked.locations[i], asked.stamps[i])
+                elif (asked.locations[i] & PAGE_MAX) in segment.dead:
+                    answers[i] = _MISS  # removed meanwhile
 
     def _corrupt(self, log: Log, segment: Segment, location: int, stamp: int) -> None:
         """Drops a record whose bytes are wrong; the first who finds out tells its owner."""
@@ -428,34 +430,37 @@ class NvmeTier:
                 raise TierUnavailableError(f"nvme: removed, but not on the medium: {reason}")
 
 
-def _asker(blocks: Blocks, into: Sequence[memoryview]) -> Callable[[list[int]], _Placed]:
+def _asker(
+    blocks: Blocks, into: Sequence[memoryview]
+) -> Callable[[list[int]], tuple[Asked, list[int]]]:
     """Makes what a reader needs to know of some of the blocks, by ascending location."""
     size = blocks.keys.key_nbytes
     packed = blocks.keys.pack()
     locations, stamps = blocks.locations.tolist(), blocks.stamps.tolist()
     seed = checksum_seed(blocks.namespace_id, blocks.group, blocks.nbytes)
 
-    def ask(places: list[int]) -> _Placed:
+    def ask(places: list[int]) -> tuple[Asked, list[int]]:
         places.sort(key=locations.__getitem__)
         asked = Asked(
-            namespace_id=blocks.namespace_id,
-            group=blocks.group,
-            nbytes=blocks.nbytes,
-            seed=seed,
-            keys=[packed[place * size : (place + 1) * size] for place in places],
-            locations=[locations[place] for place in places],
-            stamps=[stamps[place] for place in places],
-            into=[into[place] for place in places],
+            blocks.namespace_id,
+            blocks.group,
+            blocks.nbytes,
+            seed,
+            [packed[place * size : (place + 1) * size] for place in places],
+            [locations[place] for place in places],
+            [stamps[place] for place in places],
+            [into[place] for place in places],
         )
         return asked, places
 
     return ask
 
 
-def _pieces(placed: _Placed) -> list[_Placed]:
+def _pieces(asked: Asked, places: list[int]) -> list[tuple[Asked, list[int]]]:
     """Cuts what lies in one segment for several threads: of neighbours not too many bytes, of
     scattered blocks not too many calls."""
-    asked, places = placed
+    if len(places) == 1:
+        return [(asked, places)]
     pieces, start, calls = [], 0, 0
     for _, stop in asked.runs(_PIECE_NBYTES):
         calls += 1
