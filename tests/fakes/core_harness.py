@@ -17,7 +17,8 @@ from kvkeep_server.core.memory_limit import MemoryLimit
 from kvkeep_server.core.results import AckLevel, CommitStatus, GroupKind, RenewStatus
 from kvkeep_server.daemon import Core, build_core
 from kvkeep_server.service.block_service import CommitOrder
-from kvkeep_server.service.namespaces import GroupSpec, NamespaceSpec, OpenedNamespace
+from kvkeep_server.service.identity import GroupSpec, NamespaceSpec
+from kvkeep_server.service.namespaces import OpenedNamespace
 from kvkeep_server.service.sessions import HelloFacts, Session, Welcome
 from kvkeep_server.tiering.manager import Grant, Prefix, ReadOrder
 from kvkeep_server.tiering.removal import Removed

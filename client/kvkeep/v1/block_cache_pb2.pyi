@@ -469,7 +469,7 @@ class RankNamespace(google.protobuf.message.Message):
     namespace_id: builtins.bytes
     """16 bytes"""
     namespace_index: builtins.int
-    """short handle, valid in this server_epoch"""
+    """short handle, valid as long as the session"""
     def __init__(
         self,
         *,

@@ -34,12 +34,11 @@ from kvkeep_server.core.results import (
 from kvkeep_server.index.layout import LAYOUT_VERSION
 from kvkeep_server.service.block_service import CommitOrder
 from kvkeep_server.service.checking import CheckOrder, CheckReport
+from kvkeep_server.service.identity import GroupSpec, NamespaceSpec
 from kvkeep_server.service.namespaces import (
     GROUPS_MAX,
     SWITCHES_NBYTES_MAX,
-    GroupSpec,
     NamespaceSet,
-    NamespaceSpec,
     OpenedNamespace,
 )
 from kvkeep_server.service.sessions import Event

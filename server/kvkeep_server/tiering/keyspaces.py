@@ -18,7 +18,7 @@ class Keyspace:
     """(namespace of one rank, group).
 
     Attributes:
-        index: Dense number, counts from 0 in a server epoch.
+        index: Dense number from 0; another keyspace may get it when this one was forgotten.
         namespace_id: 16 bytes, `service.namespaces`.
         rank: Flat rank, -1 as long as recovery knows the keyspace only.
         group: Index into the specification's groups.
@@ -66,6 +66,9 @@ class KeyspaceBook(Protocol):
 
     def find_or_adopt(self, found: Keyspace) -> Keyspace | None:
         """As `by_name`, or made of what was found on nvme; None = of no use."""
+
+    def recovered(self) -> None:
+        """Nobody uses the numbers any more that `find_or_adopt` gave."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -342,7 +342,7 @@ class TierManager:
             return None
         return self.leases.open(
             session_id=order.session_id,
-            set_index=spaces.index,
+            set_id=spaces.local[0].set_id,
             units=self.residency.units_of(columns[0][1]),
             blocks=np.concatenate([ids for _, ids in columns]),
             nbytes=nbytes,

@@ -19,7 +19,7 @@ from kvkeep_server.core.hints import Hints
 from kvkeep_server.core.keys import KeyBatch
 from kvkeep_server.core.results import AckLevel, CommitStatus, GroupKind, MissReason, StateMode
 from kvkeep_server.service.block_service import CommitOrder
-from kvkeep_server.service.namespaces import GroupSpec
+from kvkeep_server.service.identity import GroupSpec
 from kvkeep_server.service.touch_ring import HEADER_NBYTES, NO_ROW
 from kvkeep_server.tiering.manager import ReadOrder
 from tests.fakes.core_harness import Harness, full, keys_of, spec
@@ -146,7 +146,7 @@ def test_every_full_group_is_committed_once_and_no_other(
 
 
 def test_a_refusal_fits_a_header_whatever_was_sent(core, session, service):
-    opened = core.open(session, spec(tp_size=4000))
+    opened = core.open(session, spec(tp_size=1000))
     many = [(number, b"", b"") for number in range(50_000)]
     for wrong in (order(opened, [], many), order(opened, [], [], rank=5000)):
         with pytest.raises(KVKeepError) as refusal:
