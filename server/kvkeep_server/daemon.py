@@ -42,6 +42,7 @@ from kvkeep_server.rpc.block_calls import BlockCalls, ClientLimits
 from kvkeep_server.rpc.call_sockets import CallSockets
 from kvkeep_server.rpc.fd_handover import FdHandover
 from kvkeep_server.rpc.interceptors import CallMeter
+from kvkeep_server.rpc.request_limits import RequestLimits
 from kvkeep_server.rpc.server import METHODS, Server
 from kvkeep_server.service.block_service import BlockService, ServiceLimits
 from kvkeep_server.service.keyspace_numbers import KeyspaceNumbers
@@ -320,19 +321,17 @@ class Daemon:
         meter = CallMeter(methods=METHODS, clock=self._clock)
         limits = self._client_limits(core)
         calls = BlockCalls(service=core.service, limits=limits, server_epoch=self._server_epoch)
+        requests = RequestLimits(
+            keys_max=limits.keys_max, message_nbytes_max=limits.message_nbytes_max
+        )
         tiers = LocalTiers(core.ram, core.nvme)
         server = Server(
             calls=calls,
             admin=AdminServicer(service=core.service, tiers=tiers, server_epoch=self._server_epoch),
             meter=meter,
-            message_nbytes_max=limits.message_nbytes_max,
+            limits=requests,
         )
-        sockets = CallSockets(
-            calls=calls,
-            sessions=core.sessions,
-            meter=meter,
-            message_nbytes_max=limits.message_nbytes_max,
-        )
+        sockets = CallSockets(calls=calls, sessions=core.sessions, meter=meter, limits=requests)
         mode = self._settings.server.socket_mode
         handover = FdHandover(path=directory / FD_SOCKET_NAME, mode=mode, opener=sockets)
         sockets.sender = handover
