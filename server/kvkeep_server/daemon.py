@@ -20,6 +20,7 @@ from kvkeep_server.config import Settings
 from kvkeep_server.config.parts import (
     lease_limits,
     metric_facts,
+    namespace_limits,
     nvme_facts,
     pool_settings,
     session_limits,
@@ -45,8 +46,10 @@ from kvkeep_server.rpc.block_calls import BlockCalls, ClientLimits
 from kvkeep_server.rpc.call_sockets import CallSockets
 from kvkeep_server.rpc.fd_handover import FdHandover
 from kvkeep_server.rpc.interceptors import CallMeter
+from kvkeep_server.rpc.request_limits import RequestLimits
 from kvkeep_server.rpc.server import METHODS, Server
 from kvkeep_server.service.block_service import BlockService, ServiceLimits
+from kvkeep_server.service.keyspace_numbers import KeyspaceNumbers
 from kvkeep_server.service.namespaces import Namespaces
 from kvkeep_server.service.session_memory import FdKind, FdOffer, SessionMemory
 from kvkeep_server.service.sessions import Session, Sessions
@@ -143,17 +146,14 @@ def build_core(
         memory=memory,
         on_end=lambda session: wiring.on_session_end(leases, session),
     )
-    namespaces = Namespaces(
-        namespaces_max=settings.limits.namespaces_max,
-        block_nbytes_max=min(settings.limits.block_nbytes_max, ram.block_nbytes_max),
-        add_keyspace=residency.add_keyspace,
-    )
+    numbers = KeyspaceNumbers(residency.add_keyspace)
+    limits = namespace_limits(settings, ram.block_nbytes_max)
     room = RoomMaker(ram=ram, residency=residency, publish_table=wiring.on_table)
     facts = nvme_facts(settings, server_epoch, NvmeMeans(files(), clock, source))
-    nvme = NvmeSide(facts, residency, ram, room, namespaces) if facts else None
+    nvme = NvmeSide(facts, residency, ram, room, numbers) if facts else None
     service = BlockService(
         limits=ServiceLimits(settings.limits.keys_max, settings.limits.commits_running_max),
-        namespaces=namespaces,
+        namespaces=Namespaces(limits=limits, numbers=numbers),
         sessions=sessions,
         manager=_manager(residency, leases, room, nvme),
         commits=_commits(settings, residency, room, transfers, nvme),
@@ -323,19 +323,17 @@ class Daemon:
         meter = CallMeter(methods=METHODS, clock=self._clock)
         limits = self._client_limits(core)
         calls = BlockCalls(service=core.service, limits=limits, server_epoch=self._server_epoch)
+        requests = RequestLimits(
+            keys_max=limits.keys_max, message_nbytes_max=limits.message_nbytes_max
+        )
         tiers = LocalTiers(core.ram, core.nvme)
         server = Server(
             calls=calls,
             admin=AdminServicer(service=core.service, tiers=tiers, server_epoch=self._server_epoch),
             meter=meter,
-            message_nbytes_max=limits.message_nbytes_max,
+            limits=requests,
         )
-        sockets = CallSockets(
-            calls=calls,
-            sessions=core.sessions,
-            meter=meter,
-            message_nbytes_max=limits.message_nbytes_max,
-        )
+        sockets = CallSockets(calls=calls, sessions=core.sessions, meter=meter, limits=requests)
         mode = self._settings.server.socket_mode
         handover = FdHandover(path=directory / FD_SOCKET_NAME, mode=mode, opener=sockets)
         sockets.sender = handover

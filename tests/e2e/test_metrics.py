@@ -17,7 +17,10 @@ from tests.fakes.scraping import WAIT_S, Page, free_port, get, port_in, scrape
 SCRAPED = '[metrics]\nlisten = "127.0.0.1:0"\n'
 # Small enough that the load evicts, and that acquires are refused.
 LOADED = '[ram]\nsize = "8MiB"\nslab = "256KiB"\n[leases]\nleases_max = 3\n' + SCRAPED
-MANY = '[ram]\nsize = "16MiB"\n[limits]\nnamespaces_max = 16384\n' + SCRAPED
+MANY = (
+    '[ram]\nsize = "16MiB"\n[limits]\nnamespaces_max = 16384\nsession_namespaces_max = 16384\n'
+    "session_shards_max = 16384\n" + SCRAPED
+)
 BLOCK_NBYTES = 16 * 1024
 BLOCKS = 16
 CHAINS = 60

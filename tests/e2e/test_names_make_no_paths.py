@@ -23,7 +23,16 @@ from tests.fakes.generated_blocks import chain_keys, spec, store_chain
 from tests.fakes.waiting import wait_until
 
 CANARY = "QZXJ"
-CONFIG = '[ram]\nsize = "16MiB"\n[limits]\nnamespaces_max = 65536\n[index]\nrows_initial = 64\n'
+CONFIG = """
+[ram]
+size = "16MiB"
+[limits]
+namespaces_max = 65536
+session_namespaces_max = 65536
+session_shards_max = 65536
+[index]
+rows_initial = 64
+"""
 NAMES_A_SPEC = 7 + 40
 # Of real bug reports, and of what has gone wrong wherever a name became a path.
 REAL = [

@@ -17,6 +17,8 @@ Common to all calls:
  * INVALID_ARGUMENT names the field, the value, what is allowed and the fix.
  * RESOURCE_EXHAUSTED carries `kvkeep-retry-after-ms` in the trailing metadata; without it, it is gRPC's own refusal of
    a message above limits.message_max, and trying again is no use.
+ * A request of more bytes than limits.keys_max keys or leases need is INVALID_ARGUMENT; it is not even parsed. So is one above
+   64 KiB of more than 64 fields: pack what can be packed.
  * Limits have names in the configuration (limits.*), and OpenNamespace returns those that a client needs.
 """
 
@@ -471,7 +473,7 @@ class RankNamespace(google.protobuf.message.Message):
     namespace_id: builtins.bytes
     """16 bytes"""
     namespace_index: builtins.int
-    """short handle, valid in this server_epoch"""
+    """short handle, valid as long as the session"""
     def __init__(
         self,
         *,

@@ -122,7 +122,10 @@ class BlockCacheServicer(object):
     def OpenNamespace(self, request, context):
         """Checks a namespace specification and opens it for this session. Idempotent.
         Errors: INVALID_ARGUMENT (malformed or self-contradicting specification), FAILED_PRECONDITION (layout
-        versions of client and daemon do not overlap), RESOURCE_EXHAUSTED (limits.namespaces_max).
+        versions of client and daemon do not overlap), RESOURCE_EXHAUSTED (limits.namespaces_max, of all sessions;
+        limits.session_namespaces_max and limits.session_shards_max, of this one: attach another).
+        A namespace set stays open as long as its session. What no session has open and holds no block is forgotten where room
+        is short; its handle is NOT_FOUND from then on, and never another set's.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -17,6 +17,8 @@ Common to all calls:
  * INVALID_ARGUMENT names the field, the value, what is allowed and the fix.
  * RESOURCE_EXHAUSTED carries `kvkeep-retry-after-ms` in the trailing metadata; without it, it is gRPC's own refusal of
    a message above limits.message_max, and trying again is no use.
+ * A request of more bytes than limits.keys_max keys or leases need is INVALID_ARGUMENT; it is not even parsed. So is one above
+   64 KiB of more than 64 fields: pack what can be packed.
  * Limits have names in the configuration (limits.*), and OpenNamespace returns those that a client needs.
 """
 
@@ -438,7 +440,10 @@ class BlockCacheStub(typing.Generic[_BlockCacheOpenNamespaceType, _BlockCacheAtt
     OpenNamespace: _BlockCacheOpenNamespaceType
     """Checks a namespace specification and opens it for this session. Idempotent.
     Errors: INVALID_ARGUMENT (malformed or self-contradicting specification), FAILED_PRECONDITION (layout
-    versions of client and daemon do not overlap), RESOURCE_EXHAUSTED (limits.namespaces_max).
+    versions of client and daemon do not overlap), RESOURCE_EXHAUSTED (limits.namespaces_max, of all sessions;
+    limits.session_namespaces_max and limits.session_shards_max, of this one: attach another).
+    A namespace set stays open as long as its session. What no session has open and holds no block is forgotten where room
+    is short; its handle is NOT_FOUND from then on, and never another set's.
     """
 
     Attach: _BlockCacheAttachType
@@ -608,7 +613,10 @@ class BlockCacheServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[kvkeep.v1.block_cache_pb2.OpenNamespaceResponse, collections.abc.Awaitable[kvkeep.v1.block_cache_pb2.OpenNamespaceResponse]]:
         """Checks a namespace specification and opens it for this session. Idempotent.
         Errors: INVALID_ARGUMENT (malformed or self-contradicting specification), FAILED_PRECONDITION (layout
-        versions of client and daemon do not overlap), RESOURCE_EXHAUSTED (limits.namespaces_max).
+        versions of client and daemon do not overlap), RESOURCE_EXHAUSTED (limits.namespaces_max, of all sessions;
+        limits.session_namespaces_max and limits.session_shards_max, of this one: attach another).
+        A namespace set stays open as long as its session. What no session has open and holds no block is forgotten where room
+        is short; its handle is NOT_FOUND from then on, and never another set's.
         """
 
     @abc.abstractmethod

@@ -92,7 +92,21 @@ class LimitSettings:
 
     keys_max: int = setting("keys_max", Whole(1, 1 << 20), 32768, "Keys in one call.")
     namespaces_max: int = setting(
-        "namespaces_max", Whole(1, 65536), 4096, "Namespace sets at a time."
+        "namespaces_max",
+        Whole(1, 65536),
+        4096,
+        "Namespace sets at a time. Where room is short, those leave that no client has open and"
+        " that have no blocks.",
+    )
+    session_namespaces_max: int = setting(
+        "session_namespaces_max", Whole(1, 65536), 256, "Namespace sets of one client."
+    )
+    session_shards_max: int = setting(
+        "session_shards_max",
+        Whole(1, 65536),
+        2048,
+        "Local ranks times FULL groups, of all namespace sets of one client. There may be 65536 of"
+        " all clients.",
     )
     block_nbytes_max: int = setting(
         "block_max",

@@ -11,6 +11,7 @@ from kvkeep_server.core.memory_limit import read_memory_limit
 from kvkeep_server.core.quantities import show_size
 from kvkeep_server.core.settings_kinds import disk_nbytes
 from kvkeep_server.metrics.readings import Facts
+from kvkeep_server.service.namespaces import NamespaceLimits
 from kvkeep_server.service.sessions import SessionLimits
 from kvkeep_server.tiering.demotion import DemotionLimits
 from kvkeep_server.tiering.leases import LeaseLimits
@@ -41,6 +42,17 @@ def lease_limits(settings: Settings) -> LeaseLimits:
     """Of leases."""
     leases = settings.leases
     return LeaseLimits(leases.ttl_s, leases.leases_max, leases.remembered_max)
+
+
+def namespace_limits(settings: Settings, block_nbytes_max: int) -> NamespaceLimits:
+    """Of namespaces; the ram tier has a largest block too."""
+    limits = settings.limits
+    return NamespaceLimits(
+        namespaces_max=limits.namespaces_max,
+        session_namespaces_max=limits.session_namespaces_max,
+        session_shards_max=limits.session_shards_max,
+        block_nbytes_max=min(limits.block_nbytes_max, block_nbytes_max),
+    )
 
 
 def session_limits(settings: Settings) -> SessionLimits:

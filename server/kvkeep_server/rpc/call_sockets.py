@@ -2,8 +2,9 @@
 
 A call on gRPC takes 0.5 ms and several threads on both sides; the same message on a stream socket
 takes 20 us and none. The frames are those of `proto/kvkeep/v1/shared_memory.md`, section 1. What
-comes is untrusted: a frame is bounded, a turn of the loop serves one client for a bounded time, and
-who does not read its replies is not read from.
+comes is untrusted: a frame is bounded by what its call can need, and what arrives in pieces by
+`FrameRoom`; a turn of the loop serves one client for a bounded time, and who does not read its
+replies or has too many calls under way is not read from.
 """
 
 import asyncio
@@ -22,7 +23,9 @@ from kvkeep.v1 import session_pb2
 from kvkeep_server.core.errors import KVKeepError
 from kvkeep_server.rpc import convert
 from kvkeep_server.rpc.block_calls import BlockCalls
+from kvkeep_server.rpc.frame_room import Claim, FrameRoom
 from kvkeep_server.rpc.interceptors import CallMeter
+from kvkeep_server.rpc.request_limits import RequestLimits
 from kvkeep_server.service.session_memory import FdKind, FdOffer
 from kvkeep_server.service.sessions import FdSender, HelloFacts, Session, Sessions, Welcome
 
@@ -33,6 +36,13 @@ HEADER = struct.Struct("<IHHII")
 _TURN_S = 0.002
 _UNSENT_NBYTES_MAX = 1 << 20
 _BUFFER_NBYTES = 1 << 20
+# Of one client. Who has more threads that wait, waits a little longer.
+_RUNNING_MAX = 256
+# What a client may leave half without asking for room, and what is read at once.
+_FREE_NBYTES = 64 << 10
+_READ_NBYTES = 256 << 10
+# Of all clients together, if one request is not larger.
+_ROOM_NBYTES = 16 << 20
 
 
 class _Call(NamedTuple):
@@ -71,16 +81,19 @@ class CallSockets:
         calls: Do the work.
         sessions: Begun and ended here.
         meter: Counts calls.
-        message_nbytes_max: Of a request.
+        limits: Of requests.
     """
 
     def __init__(
-        self, *, calls: BlockCalls, sessions: Sessions, meter: CallMeter, message_nbytes_max: int
+        self, *, calls: BlockCalls, sessions: Sessions, meter: CallMeter, limits: RequestLimits
     ) -> None:
         """See the class."""
         self.calls = calls
         self.sessions = sessions
-        self.message_nbytes_max = message_nbytes_max
+        self.limits = limits
+        self.room = FrameRoom(max(_ROOM_NBYTES, HEADER.size + limits.message_nbytes_max))
+        # What a socket gave is taken out before another is read.
+        self.scratch = memoryview(bytearray(_READ_NBYTES))
         self.sender: FdSender | None = None
         self.meter = meter
         self.served: dict[str, Callable[[Session, Any], Message | Awaitable[Message]]] = {
@@ -145,7 +158,7 @@ class CallSockets:
             connection.close()
 
 
-class _Connection(asyncio.Protocol):
+class _Connection(asyncio.BufferedProtocol):
     """The daemon's end of one call socket.
 
     Attributes:
@@ -159,8 +172,13 @@ class _Connection(asyncio.Protocol):
         self._sockets = sockets
         self._loop = asyncio.get_running_loop()
         self._unread = bytearray()
+        self._to_skip = 0
+        self._claim: Claim | None = None
+        self._has_room = True
         self._next_turn: asyncio.Handle | None = None
+        self._turn_over = False
         self._unsent = False
+        self._running = 0
 
     # --- what asyncio calls
 
@@ -169,8 +187,15 @@ class _Connection(asyncio.Protocol):
         transport.set_write_buffer_limits(high=_UNSENT_NBYTES_MAX)
         self.transport = transport
 
-    def data_received(self, data: bytes) -> None:
-        self._unread += data
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Never more than the request that has room, or than needs none."""
+        wanted = _READ_NBYTES if self._to_skip else _FREE_NBYTES
+        if self._claim is not None:
+            wanted = self._claim.nbytes - len(self._unread)
+        return self._sockets.scratch[:wanted]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._unread += self._sockets.scratch[:nbytes]
         if self._next_turn is None:
             self._serve()
 
@@ -180,8 +205,7 @@ class _Connection(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self._unsent = False
-        if self._next_turn is None:
-            self._serve()
+        self._serve_soon()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.transport = None
@@ -193,6 +217,7 @@ class _Connection(asyncio.Protocol):
 
     def close(self) -> None:
         """Lets go; what is in the kernel's hands still arrives."""
+        self._give_room_back()
         if self._next_turn is not None:
             self._next_turn.cancel()
         transport, self.transport = self.transport, None
@@ -203,56 +228,107 @@ class _Connection(asyncio.Protocol):
 
     # --- calls
 
+    def _serve_soon(self) -> None:
+        if self._next_turn is None and self.transport is not None:
+            self._next_turn = self._loop.call_soon(self._serve)
+
     def _serve(self) -> None:
         """Serves what has arrived whole, for one turn."""
-        self._next_turn = None
-        until_s = self._loop.time() + _TURN_S
-        unread, at = self._unread, 0
-        while self.transport is not None and len(unread) >= at + HEADER.size:
-            nbytes, method, _, _, call_id = HEADER.unpack_from(unread, at)
-            if nbytes > self._sockets.message_nbytes_max:
-                self._end(f"sent a call of {nbytes} bytes")
-                return
-            start, end = at + HEADER.size, at + HEADER.size + nbytes
-            if len(unread) < end:
+        self._next_turn, self._turn_over = None, False
+        until_s, at = self._loop.time() + _TURN_S, 0
+        while self.transport is not None and not self._unsent and self._running < _RUNNING_MAX:
+            end = self._serve_one(at)
+            if end == at:
                 break
             at = end
-            self._call(method, call_id, bytes(memoryview(unread)[start:end]))
-            if self._unsent:
+            if self._turn_over or self._loop.time() > until_s:
+                self._serve_soon()
                 break
-            if self._loop.time() > until_s:
-                self._next_turn = self._loop.call_soon(self._serve)
-                break
-        del unread[:at]
+        del self._unread[:at]
         self._read_or_pause()
+
+    def _serve_one(self, at: int) -> int:
+        """Serves the frame that begins here, or passes over one that is refused. Where the next one
+        begins: here, as long as this one is not whole."""
+        unread, limits = self._unread, self._sockets.limits
+        if self._to_skip:
+            skipped = min(self._to_skip, len(unread) - at)
+            self._to_skip -= skipped
+            return at + skipped
+        if len(unread) < at + HEADER.size:
+            return at
+        nbytes: int
+        nbytes, method, _, _, call_id = HEADER.unpack_from(unread, at)
+        if nbytes > limits.message_nbytes_max:
+            self._end(f"sent a call of {nbytes} bytes")
+            return at
+        start, end = at + HEADER.size, at + HEADER.size + nbytes
+        name, kind = METHODS.get(method, ("", Message))
+        call = _Call(name, call_id, self._loop.time())
+        if not name or limits.too_large(name, nbytes) is not None:
+            self._pass_over(call, method, nbytes)
+            return start
+        if len(unread) < end:
+            self._claim_room(end - at)
+            return at
+        self._give_room_back()
+        self._call(call, kind, bytes(memoryview(unread)[start:end]))
+        return end
+
+    def _pass_over(self, call: _Call, method: int, nbytes: int) -> None:
+        """Answers by the header alone; the payload is dropped as it comes."""
+        self._to_skip = nbytes
+        refused = self._sockets.limits.too_large(call.name, nbytes)
+        if call.name and refused is not None:
+            self._refuse(call, refused)
+        else:
+            sentence = f"call {method}: not one of CallMethod in session.proto"
+            self._reply(call, grpc.StatusCode.UNIMPLEMENTED, sentence.encode())
+
+    def _claim_room(self, nbytes: int) -> None:
+        """For the rest of a frame; it is not read before there is room."""
+        if self._claim is None and nbytes > _FREE_NBYTES:
+            self._claim = Claim(nbytes, self._on_room, self._on_overdue)
+            self._has_room = self._sockets.room.claim(self._claim)
+
+    def _on_room(self) -> None:
+        self._has_room = True
+        self._read_or_pause()
+
+    def _on_overdue(self) -> None:
+        self._end("left a call half sent while others waited for its room")
+
+    def _give_room_back(self) -> None:
+        claim, self._claim, self._has_room = self._claim, None, True
+        if claim is not None:
+            self._sockets.room.give_back(claim)
 
     def _read_or_pause(self) -> None:
         if self.transport is not None:
-            if self._unsent or self._next_turn is not None:
+            busy = self._unsent or self._running >= _RUNNING_MAX
+            if busy or self._next_turn is not None or not self._has_room:
                 self.transport.pause_reading()
             else:
                 self.transport.resume_reading()
 
-    def _call(self, method: int, call_id: int, payload: bytes) -> None:
-        session = self.session
+    def _call(self, call: _Call, kind: type[Message], payload: bytes) -> None:
+        session, name = self.session, call.name
         assert session is not None, "the client got its end before the session was open"
         self._sockets.sessions.alive(session)
-        name, kind = METHODS.get(method, ("", Message))
-        call = _Call(name, call_id, self._loop.time())
         try:
+            refused = self._sockets.limits.refusal(name, payload)
+            if refused is not None:
+                raise refused
             if name in self._sockets.begun:
                 begin, render = self._sockets.begun[name]
                 request = kind.FromString(payload)
                 self._go_on(call, begin(session, request), partial(render, request))
-            elif name:
-                answer = self._sockets.served[name](session, kind.FromString(payload))
-                if isinstance(answer, Message):
-                    self._reply(call, grpc.StatusCode.OK, answer.SerializeToString())
-                else:
-                    self._go_on(call, answer, _as_it_is)
+                return
+            answer = self._sockets.served[name](session, kind.FromString(payload))
+            if isinstance(answer, Message):
+                self._reply(call, grpc.StatusCode.OK, answer.SerializeToString())
             else:
-                sentence = f"call {method}: not one of CallMethod in session.proto"
-                self._reply(call, grpc.StatusCode.UNIMPLEMENTED, sentence.encode())
+                self._go_on(call, answer, _as_it_is)
         except DecodeError:
             sentence = f"{name}: the payload is not its request message"
             self._reply(call, grpc.StatusCode.INVALID_ARGUMENT, sentence.encode())
@@ -260,7 +336,10 @@ class _Connection(asyncio.Protocol):
             self._refuse(call, error)
 
     def _go_on(self, call: _Call, work: Awaitable[Any], render: Callable[[Any], Message]) -> None:
-        """Answers when the work is done."""
+        """Answers when the work is done. It begins in a turn of its own, before others of this
+        client: what many of them do together would hold up the loop."""
+        self._turn_over = True
+        self._running += 1
         running = asyncio.ensure_future(work)
         self._sockets.running.add(running)
         running.add_done_callback(partial(self._done, call, render))
@@ -269,6 +348,9 @@ class _Connection(asyncio.Protocol):
         self, call: _Call, render: Callable[[Any], Message], done: asyncio.Future[Any]
     ) -> None:
         self._sockets.running.discard(done)
+        self._running -= 1
+        if self._running == _RUNNING_MAX - 1:
+            self._serve_soon()
         error = done.exception()
         if isinstance(error, KVKeepError):
             self._refuse(call, error)

@@ -36,6 +36,12 @@ async def refuse(context: Context, error: KVKeepError) -> NoReturn:
     raise AssertionError  # abort raises
 
 
+def _accept(request: object) -> None:
+    """Raises what `RequestGuard` put in the place of a request that it refused."""
+    if isinstance(request, KVKeepError):
+        raise request
+
+
 def unary(
     method: Callable[[Any, Request, Context], Awaitable[Response]],
 ) -> Callable[[Any, Request, Context], Awaitable[Response]]:
@@ -45,6 +51,7 @@ def unary(
     @functools.wraps(method)
     async def call(self: object, request: Request, context: Context) -> Response:
         try:
+            _accept(request)
             return await method(self, request, context)
         except KVKeepError as error:
             await refuse(context, error)
@@ -60,6 +67,7 @@ def streamed(
     @functools.wraps(method)
     async def call(self: object, request: Request, context: Context) -> AsyncIterator[Response]:
         try:
+            _accept(request)
             async for response in method(self, request, context):
                 yield response
         except KVKeepError as error:

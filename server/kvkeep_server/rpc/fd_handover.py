@@ -27,7 +27,7 @@ from kvkeep_server.service.sessions import HelloFacts, Welcome
 HELLO_NBYTES_MAX = 4096
 FDS_A_PACKET_MAX = 64
 
-_ACCEPTED_AT_ONCE = 64
+_ACCEPTED_AT_ONCE = 8
 _ACCEPT_PAUSE_S = 0.1
 _SEND_AGAIN_S = 0.02
 # The socket is full, the kernel is short of memory, or too many descriptors are under way.
@@ -61,6 +61,8 @@ class HandoverLimits:
 
     Attributes:
         pending_max: Connections that have not said hello; above it the oldest is closed.
+        opening_max: Sessions that are being opened at a time. Who said hello meanwhile waits, and
+            nobody else is accepted before.
         hello_timeout_s: Until a connection must have said hello.
         unsent_packets_max: Packets that wait because a client does not read; above it its session
             ends.
@@ -69,6 +71,7 @@ class HandoverLimits:
     """
 
     pending_max: int = 128
+    opening_max: int = 4
     hello_timeout_s: float = 2.0
     unsent_packets_max: int = 64
     unsent_timeout_s: float = 10.0
@@ -101,6 +104,15 @@ class _Connection:
             self.unsent.popleft()
             _close_fds(fds)
         return True
+
+    def hung_up(self) -> bool:
+        """Whether the client is gone by now."""
+        try:
+            return not self.sock.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
 
     def drop_timers(self) -> None:
         for timer in (self.deadline, self.retry):
@@ -145,6 +157,8 @@ class FdHandover:
         self._resume: asyncio.TimerHandle | None = None
         self._pending: dict[_Connection, None] = {}  # in the order of their arrival
         self._sessions: dict[int, _Connection] = {}
+        # Said hello and wait for their turn, with what they said.
+        self._said: deque[tuple[_Connection, bytes]] = deque()
         self._opening: set[asyncio.Task[None]] = set()
 
     # --- life -------------------------------------------------------------------------------------
@@ -178,6 +192,8 @@ class FdHandover:
             self._listener = None
         for connection in list(self._pending):
             self._drop(connection)
+        while self._said:
+            self._said.popleft()[0].close()
 
     def close(self) -> None:
         """Closes everything; attached clients see EOF. Idempotent."""
@@ -199,6 +215,9 @@ class FdHandover:
         """Takes what waits, a bounded number at a time, so that a storm does not stop the loop."""
         for _ in range(_ACCEPTED_AT_ONCE):
             if self._listener is None:
+                return
+            if self._said:
+                asyncio.get_running_loop().remove_reader(self._listener)
                 return
             try:
                 sock, _ = self._listener.accept()
@@ -258,12 +277,30 @@ class FdHandover:
         if flags & socket.MSG_TRUNC:
             self._refuse(connection, f"a SideHello has at most {HELLO_NBYTES_MAX} bytes")
             return
-        loop = asyncio.get_running_loop()
-        loop.remove_reader(connection.sock)
+        asyncio.get_running_loop().remove_reader(connection.sock)
         connection.drop_timers()
-        task = loop.create_task(self._open_or_close(connection, packet))
-        self._opening.add(task)
-        task.add_done_callback(self._opening.discard)
+        self._said.append((connection, packet))
+        self._open_next()
+
+    def _open_next(self) -> None:
+        """Opens sessions for those who said hello, a few at a time."""
+        loop = asyncio.get_running_loop()
+        while self._said and len(self._opening) < self.limits.opening_max:
+            connection, packet = self._said.popleft()
+            if connection.hung_up():
+                self.dropped_total += 1
+                connection.close()
+                continue
+            task = loop.create_task(self._open_or_close(connection, packet))
+            self._opening.add(task)
+            task.add_done_callback(self._opened)
+
+    def _opened(self, task: asyncio.Task[None]) -> None:
+        """Opened or refused: the next one has its turn; where nobody waits, others may come."""
+        self._opening.discard(task)
+        self._open_next()
+        if not self._said and self._resume is None:
+            self._listen_again()
 
     async def _open_or_close(self, connection: _Connection, packet: bytes) -> None:
         try:

@@ -13,6 +13,7 @@ from kvkeep_server.rpc.admin import AdminServicer
 from kvkeep_server.rpc.block_cache import BlockCacheServicer
 from kvkeep_server.rpc.block_calls import BlockCalls
 from kvkeep_server.rpc.interceptors import CallMeter
+from kvkeep_server.rpc.request_limits import RequestGuard, RequestLimits
 
 _DESCRIPTORS = (
     block_cache_pb2.DESCRIPTOR.services_by_name["BlockCache"],
@@ -38,7 +39,7 @@ class Server:
         calls: Of engines.
         admin: Of operators.
         meter: Counts the calls of `METHODS`.
-        message_nbytes_max: Of a request.
+        limits: Of requests.
     """
 
     def __init__(
@@ -47,17 +48,18 @@ class Server:
         calls: BlockCalls,
         admin: AdminServicer,
         meter: CallMeter,
-        message_nbytes_max: int,
+        limits: RequestLimits,
     ) -> None:
         """See the class. Needs a running loop, as grpc.aio does."""
         options = [
-            ("grpc.max_receive_message_length", message_nbytes_max),
+            ("grpc.max_receive_message_length", limits.message_nbytes_max),
             ("grpc.max_send_message_length", _SENT_NBYTES_MAX),
             ("grpc.server.max_pending_requests", _PENDING_MAX),
             ("grpc.server.max_pending_requests_hard_limit", _PENDING_MAX),
             ("grpc.so_reuseport", 0),
         ]
-        self._server = grpc.aio.server(options=options, interceptors=[meter])
+        guard = RequestGuard(methods=METHODS, limits=limits)
+        self._server = grpc.aio.server(options=options, interceptors=[meter, guard])
         block_cache_pb2_grpc.add_BlockCacheServicer_to_server(
             BlockCacheServicer(calls), self._server
         )

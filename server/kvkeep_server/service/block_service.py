@@ -39,6 +39,7 @@ U8 = NDArray[np.uint8]
 _ENTRIES_MAX = 1 << 21
 # A look-up in shared memory has no limit of keys; a record that claims more than this is a lie.
 _ASKED_MAX = 1 << 24
+_FORGET_PERIOD_S = 1.0
 # Look-ups of clients are credited in slices, so that a full ring never holds the loop for long.
 _TOUCHES_A_DRAIN = 512
 _CHAIN_STEPS_A_DRAIN = 65536
@@ -94,6 +95,7 @@ class BlockService:
         self._started_s = clock.monotonic_s()
         self._running: set[asyncio.Task[U8]] = set()
         self._finishing = False
+        self._forget_next_s = self._started_s
 
     # --- engines
 
@@ -115,9 +117,25 @@ class BlockService:
         self, session: Session, spec: NamespaceSpec, local_ranks: Sequence[int]
     ) -> OpenedNamespace:
         """Checks and opens; errors as `Namespaces.open`."""
-        opened = self.namespaces.open(spec, local_ranks)
+        try:
+            opened = self.namespaces.open(spec, local_ranks, session.opened)
+        except ResourceExhaustedError:
+            if not self._forget_idle():
+                raise
+            opened = self.namespaces.open(spec, local_ranks, session.opened)
         session.opened.add(opened.spaces.index)
         return opened
+
+    def _forget_idle(self) -> bool:
+        """Whether namespaces that nobody uses gave their room back; seldom, for it looks at all."""
+        now_s = self._clock.monotonic_s()
+        if now_s < self._forget_next_s:
+            return False
+        self._forget_next_s = now_s + _FORGET_PERIOD_S
+        live = {handle for session in self.sessions for handle in session.opened}
+        columns = self.manager.residency.columns
+        blocks = np.bincount(columns.keyspace[columns.unit >= 0])
+        return self.namespaces.forget(live, np.flatnonzero(blocks).tolist()) > 0
 
     def lookup(
         self, session: Session, set_index: int, keys: bytes, hints: Hints
@@ -152,12 +170,20 @@ class BlockService:
         grant = self.manager.acquire(opened.spaces, batch, order)
         if isinstance(grant, Grant):
             return _of_groups(grant, wanted), len(batch)
-        return self._late(session, grant, wanted), len(batch)
+        opened.namespace_set.working += 1
+        return self._late(session, opened.namespace_set, grant, wanted), len(batch)
 
     async def _late(
-        self, session: Session, coming: Awaitable[Grant], wanted: Collection[int]
+        self,
+        session: Session,
+        namespace_set: NamespaceSet,
+        coming: Awaitable[Grant],
+        wanted: Collection[int],
     ) -> Grant:
-        grant = await coming
+        try:
+            grant = await coming
+        finally:
+            namespace_set.working -= 1
         if session.over:
             self.manager.leases.end_session(session.session_id)
             msg = "the session ended while blocks were brought into ram"
@@ -182,12 +208,9 @@ class BlockService:
         self._bounded("lease_ids", len(lease_ids))
         leases = self.manager.leases
         opened = {self.namespaces.get(index).namespace_set.set_id for index in session.opened}
-
-        def may_join(set_index: int) -> bool:
-            return self.namespaces.get(set_index).namespace_set.set_id in opened
-
         life_s = leases.life_s(ttl_s)
-        return leases.renew(session.session_id, lease_ids, life_s, may_join), life_s
+        renewed = leases.renew(session.session_id, lease_ids, life_s, opened.__contains__)
+        return renewed, life_s
 
     def begin_commit(self, session: Session, order: CommitOrder) -> asyncio.Task[U8]:
         """Begins to seal blocks that lie in the session's staging; the result is one
@@ -199,7 +222,8 @@ class BlockService:
         if self._finishing:
             msg = "the daemon is about to stop and takes no more commits"
             raise TierUnavailableError(msg)
-        batch = self._batch(session, order)
+        opened = self._opened(session, order.set_index)
+        batch = self._batch(session, opened, order)
         if len(self._running) >= self.limits.commits_running_max:
             running_max = self.limits.commits_running_max
             msg = f"limits.commits_running_max = {running_max} commits are running"
@@ -207,8 +231,10 @@ class BlockService:
         self.sessions.begin_copy(session)
         task = asyncio.create_task(self.commits.run(batch))
         self._running.add(task)
+        opened.namespace_set.working += 1
 
         def over(done: asyncio.Task[U8]) -> None:
+            opened.namespace_set.working -= 1
             self._running.discard(done)
             self.sessions.end_copy(session)
             if not done.cancelled():
@@ -229,12 +255,15 @@ class BlockService:
         """Takes the units of these keys out, leased ones too; see `Removal.of_keys`."""
         opened = self._opened(session, set_index)
         batch = self._keys(opened, keys)
-        return await self.manager.removal.of_keys(
-            opened.spaces, batch, with_descendants=with_descendants
-        )
+        opened.namespace_set.working += 1
+        try:
+            return await self.manager.removal.of_keys(
+                opened.spaces, batch, with_descendants=with_descendants
+            )
+        finally:
+            opened.namespace_set.working -= 1
 
-    def _batch(self, session: Session, order: CommitOrder) -> CommitBatch:
-        opened = self._opened(session, order.set_index)
+    def _batch(self, session: Session, opened: OpenedNamespace, order: CommitOrder) -> CommitBatch:
         served = [AckLevel.UNSPECIFIED, AckLevel.RAM]
         served += [AckLevel.NVME] if self.commits.writes_through else []
         if order.ack_level not in served:
@@ -251,7 +280,7 @@ class BlockService:
     def _keys(self, opened: OpenedNamespace, packed: bytes) -> KeyBatch:
         keys = KeyBatch.unpack(packed, opened.namespace_set.spec.key_nbytes)
         self._bounded("keys", len(keys))
-        columns = opened.spaces.columns
+        columns = len(opened.spaces.everywhere)
         if len(keys) * columns > _ENTRIES_MAX:
             raise InvalidArgumentError(
                 "keys",

@@ -1,15 +1,16 @@
-"""Identity: what must agree before bytes are interchangeable.
+"""Which namespace sets there are, who may open them, and when their room comes back.
 
 Two specifications (`spec`) that differ in any field are different namespaces and miss; one that
 differs from a known one of the same tenant in few fields is named, because that is how a mistake
 looks.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 from kvkeep_server.core.errors import NotFoundError, ResourceExhaustedError
 from kvkeep_server.core.results import GroupKind, StateMode
+from kvkeep_server.service.keyspace_numbers import KeyspaceNumbers
 from kvkeep_server.service.spec import (
     NamespaceSpec,
     boundary_id_of,
@@ -30,6 +31,7 @@ _NEAR_FIELDS_MAX = 2
 _NEAR_SETS_MAX = 16
 # Of one tenant's sets the newest so many are compared: an open must not cost more with each before.
 _NEAR_LOOKED_AT_MAX = 256
+_RETRY_S = 60.0
 
 
 @dataclass(slots=True)
@@ -41,12 +43,14 @@ class NamespaceSet:
         set_id: 16 bytes.
         keyspaces: By (rank, group), of the ranks opened on this host.
         siblings: By boundary id, in the order of opening: where the blocks of one unit may lie.
+        working: Calls that run and hold its keyspaces, also when their session is over.
     """
 
     spec: NamespaceSpec
     set_id: bytes
     keyspaces: dict[tuple[int, int], Keyspace] = field(default_factory=dict)
     siblings: dict[bytes, list[Keyspace]] = field(default_factory=dict)
+    working: int = 0
     identity: dict[str, object] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -69,34 +73,42 @@ class OpenedNamespace:
     ranks: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class NamespaceLimits:
+    """Limits of namespaces; names as in the configuration's `[limits]`.
+
+    Attributes:
+        namespaces_max: Handles at a time.
+        session_namespaces_max: Of one session.
+        session_shards_max: Keyspaces of the handles of one session.
+        block_nbytes_max: Largest block that the ram tier can hold.
+    """
+
+    namespaces_max: int
+    session_namespaces_max: int
+    session_shards_max: int
+    block_nbytes_max: int
+
+
 class Namespaces:
     """The namespace sets that this daemon knows.
 
+    A handle is never given twice, so that who still has an old one means nothing by it.
+
     Args:
-        namespaces_max: Handles at most.
-        block_nbytes_max: Largest block that the ram tier can hold.
-        add_keyspace: Told of every new keyspace, in the order of their index.
+        limits: See `NamespaceLimits`.
+        numbers: Of keyspaces.
     """
 
-    def __init__(
-        self,
-        *,
-        namespaces_max: int,
-        block_nbytes_max: int,
-        add_keyspace: Callable[[Keyspace], None],
-    ) -> None:
+    def __init__(self, *, limits: NamespaceLimits, numbers: KeyspaceNumbers) -> None:
         """See the class."""
-        self._namespaces_max = namespaces_max
-        self._block_nbytes_max = block_nbytes_max
-        self._add_keyspace = add_keyspace
+        self._limits = limits
+        self._numbers = numbers
         self._sets: dict[bytes, NamespaceSet] = {}
         self._of_tenant: dict[str, list[NamespaceSet]] = {}
-        self._opened: list[OpenedNamespace] = []
+        self._opened: dict[int, OpenedNamespace] = {}
         self._handles: dict[tuple[bytes, tuple[int, ...]], int] = {}
-        self._keyspaces = 0
-        self._by_name: dict[tuple[bytes, int], Keyspace] = {}
-        # Of namespaces that lie on nvme and nobody opened yet.
-        self._found: dict[tuple[bytes, int], Keyspace] = {}
+        self._next_handle = 0
 
     def __len__(self) -> int:
         """Open handles, of which one set of ranks may have several."""
@@ -106,23 +118,33 @@ class Namespaces:
         """In the order of opening."""
         return iter(self._sets.values())
 
-    def open(self, spec: NamespaceSpec, local_ranks: Sequence[int]) -> OpenedNamespace:
+    def open(
+        self, spec: NamespaceSpec, local_ranks: Sequence[int], theirs: Collection[int] = ()
+    ) -> OpenedNamespace:
         """Checks a specification and gives its handle; the same for the same arguments.
+
+        Args:
+            spec: What to open.
+            local_ranks: Flat ranks on this host; none = all.
+            theirs: Handles that the session has opened before.
 
         Raises:
             InvalidArgumentError: Names the field.
-            ResourceExhaustedError: `namespaces_max` handles are open, or more shards than can be
-                numbered.
+            ResourceExhaustedError: As many handles are open as may be, or more shards than can be
+                numbered, of all sessions or of this one.
         """
-        check_spec(spec, self._block_nbytes_max)
+        check_spec(spec, self._limits.block_nbytes_max)
         ranks = checked_ranks(spec, local_ranks)
         set_id = set_id_of(spec)
         handle = self._handles.get((set_id, ranks))
+        if handle is not None and handle in theirs:
+            return self._opened[handle]
+        self._check_session(theirs, len(ranks) * len(spec.groups))
         if handle is not None:
             return self._opened[handle]
-        if len(self._opened) >= self._namespaces_max:
-            msg = f"limits.namespaces_max = {self._namespaces_max} namespaces are open; raise it"
-            raise ResourceExhaustedError(msg, retry_after_s=60.0)
+        if len(self._opened) >= self._limits.namespaces_max:
+            msg = f"limits.namespaces_max = {self._limits.namespaces_max} namespaces are open"
+            raise ResourceExhaustedError(f"{msg}; raise it", retry_after_s=_RETRY_S)
         shards = [(rank, number) for rank in ranks for number in range(len(spec.groups))]
         self._check_room(set_id, shards)
         namespace_set = self._sets.get(set_id)
@@ -130,9 +152,9 @@ class Namespaces:
             namespace_set = self._sets[set_id] = NamespaceSet(spec, set_id)
             self._of_tenant.setdefault(spec.tenant, []).append(namespace_set)
         local = [self._keyspace(namespace_set, rank, group) for rank, group in shards]
-        handle = len(self._opened)
+        handle, self._next_handle = self._next_handle, self._next_handle + 1
         spaces = _spaces(handle, namespace_set, local)
-        self._opened.append(OpenedNamespace(spaces, namespace_set, ranks))
+        self._opened[handle] = OpenedNamespace(spaces, namespace_set, ranks)
         self._handles[set_id, ranks] = handle
         return self._opened[handle]
 
@@ -140,12 +162,63 @@ class Namespaces:
         """By handle.
 
         Raises:
-            NotFoundError: Not open in this server epoch.
+            NotFoundError: Not open in this server epoch, or forgotten.
         """
-        if not 0 <= set_index < len(self._opened):
+        opened = self._opened.get(set_index)
+        if opened is None:
             msg = f"namespace set {set_index} is not open in this server epoch; call OpenNamespace"
             raise NotFoundError(msg)
-        return self._opened[set_index]
+        return opened
+
+    def forget(self, live: Collection[int], with_blocks: Iterable[int]) -> int:
+        """Takes back handles and keyspaces that nobody uses: no live session opened them, no call
+        runs in their set, and no block is theirs. Returns how many.
+
+        Args:
+            live: Handles that live sessions opened.
+            with_blocks: Numbers of the keyspaces that have a block, in any tier or withdrawn.
+        """
+        held = self._numbers.held(with_blocks)
+        gone = self._numbers.forget_found(held)
+        used: set[int] = set()
+        idle = []
+        for handle, opened in self._opened.items():
+            if handle in live or opened.namespace_set.working:
+                used.update(space.index for space in opened.spaces.everywhere)
+            else:
+                idle.append((handle, opened))
+        for handle, opened in idle:
+            # A block is found by one handle as well as by many.
+            own = {space.index for space in opened.spaces.everywhere}
+            if own & held - used:
+                used |= own
+            else:
+                del self._opened[handle], self._handles[opened.namespace_set.set_id, opened.ranks]
+                gone += 1
+        for namespace_set in {
+            one.namespace_set.set_id: one.namespace_set for _, one in idle
+        }.values():
+            gone += self._forget_keyspaces(namespace_set, used | held)
+        return gone
+
+    def _forget_keyspaces(self, namespace_set: NamespaceSet, kept: set[int]) -> int:
+        """Of a set those that are not to be kept; the set, if none is left. How many."""
+        if namespace_set.working:
+            return 0
+        gone = [space for space in namespace_set.keyspaces.values() if space.index not in kept]
+        for space in gone:
+            del namespace_set.keyspaces[space.rank, space.group]
+            # In place: handles share the list.
+            namespace_set.siblings[space.boundary_id].remove(space)
+            self._numbers.forget(space)
+        if not namespace_set.keyspaces:
+            tenant = namespace_set.spec.tenant
+            del self._sets[namespace_set.set_id]
+            left = [one for one in self._of_tenant[tenant] if one is not namespace_set]
+            self._of_tenant[tenant] = left
+            if not left:
+                del self._of_tenant[tenant]
+        return len(gone)
 
     def near_misses(self, spec: NamespaceSpec) -> list[tuple[bytes, list[str]]]:
         """Other sets of the same tenant that differ in at most two fields, and in which; the
@@ -161,15 +234,32 @@ class Namespaces:
         near.sort(key=lambda found: len(found[1]))
         return near[:_NEAR_SETS_MAX]
 
+    def _check_session(self, theirs: Collection[int], shards: int) -> None:
+        limits = self._limits
+        if len(theirs) >= limits.session_namespaces_max:
+            msg = (
+                f"limits.session_namespaces_max = {limits.session_namespaces_max} namespaces are "
+                "open in this session; attach another, or raise it"
+            )
+            raise ResourceExhaustedError(msg, retry_after_s=_RETRY_S)
+        have = sum(len(self._opened[handle].spaces.everywhere) for handle in theirs)
+        if have + shards > limits.session_shards_max:
+            msg = (
+                f"{have} shards (a rank's group each) are open in this session and "
+                f"limits.session_shards_max = {limits.session_shards_max} may be; this one has "
+                f"{shards}: name the local_ranks of this host only, or raise it"
+            )
+            raise ResourceExhaustedError(msg, retry_after_s=_RETRY_S)
+
     def _check_room(self, set_id: bytes, shards: Sequence[tuple[int, int]]) -> None:
         known = self._sets.get(set_id)
         new = [shard for shard in shards if known is None or shard not in known.keyspaces]
-        if self._keyspaces + len(new) > KEYSPACES_MAX:
+        if len(self._numbers) + len(new) > KEYSPACES_MAX:
             msg = (
-                f"{self._keyspaces} shards (a rank's group each) are open and {KEYSPACES_MAX} "
+                f"{len(self._numbers)} shards (a rank's group each) are open and {KEYSPACES_MAX} "
                 f"may be; this one has {len(new)}: name the local_ranks of this host only"
             )
-            raise ResourceExhaustedError(msg, retry_after_s=60.0)
+            raise ResourceExhaustedError(msg, retry_after_s=_RETRY_S)
 
     def _keyspace(self, namespace_set: NamespaceSet, rank: int, number: int) -> Keyspace:
         keyspace = namespace_set.keyspaces.get((rank, number))
@@ -177,9 +267,9 @@ class Namespaces:
             group, set_id = namespace_set.spec.groups[number], namespace_set.set_id
             full = [n for n, g in enumerate(namespace_set.spec.groups) if g.kind == GroupKind.FULL]
             chained = group.kind == GroupKind.FULL
-            keyspace = self._named(
+            keyspace = self._numbers.opened(
                 Keyspace(
-                    index=self._keyspaces,
+                    index=-1,
                     namespace_id=namespace_id_of(set_id, rank),
                     rank=rank,
                     group=number,
@@ -197,42 +287,6 @@ class Namespaces:
             namespace_set.keyspaces[rank, number] = keyspace
             namespace_set.siblings.setdefault(keyspace.boundary_id, []).append(keyspace)
         return keyspace
-
-    def _named(self, keyspace: Keyspace) -> Keyspace:
-        """Gives a keyspace its number, which is that of what recovery found of it, and its seed."""
-        name = (keyspace.namespace_id, keyspace.group)
-        found = self._found.pop(name, None)
-        if found is not None and (found.key_nbytes, found.block_nbytes) == (
-            keyspace.key_nbytes,
-            keyspace.block_nbytes,
-        ):
-            keyspace = replace(keyspace, index=found.index, checksum_seed=found.checksum_seed)
-        else:
-            seed = Keyspace.seed(*name, keyspace.block_nbytes)
-            keyspace = replace(keyspace, index=self._keyspaces, checksum_seed=seed)
-            self._keyspaces += 1
-        self._add_keyspace(keyspace)
-        self._by_name[name] = keyspace
-        return keyspace
-
-    def by_name(self, namespace_id: bytes, group: int) -> Keyspace | None:
-        """The keyspace of this name, opened or found on nvme."""
-        return self._by_name.get((namespace_id, group))
-
-    def find_or_adopt(self, found: Keyspace) -> Keyspace | None:
-        """The keyspace of this namespace id and group, made if nobody opened it yet; of `found` the
-        number, rank and seed do not count. None when it differs from the one that is known, or
-        there are too many."""
-        name = (found.namespace_id, found.group)
-        known = self._by_name.get(name)
-        if known is not None:
-            same = (known.key_nbytes, known.block_nbytes) == (found.key_nbytes, found.block_nbytes)
-            return known if same else None
-        if self._keyspaces >= KEYSPACES_MAX:
-            return None
-        adopted = self._named(replace(found, rank=-1))
-        self._found[name] = adopted
-        return adopted
 
 
 def _spaces(handle: int, namespace_set: NamespaceSet, local: Sequence[Keyspace]) -> KeyspaceSet:
@@ -252,7 +306,7 @@ def _spaces(handle: int, namespace_set: NamespaceSet, local: Sequence[Keyspace])
             siblings = namespace_set.siblings[own[0].boundary_id]
             groups.append(BoundaryGroup(number, rule, shortens, own, siblings))
     siblings = namespace_set.siblings.get(namespace_set.set_id, [])
-    return KeyspaceSet(handle, chained, siblings, tuple(groups))
+    return KeyspaceSet(handle, namespace_set.set_id, chained, siblings, tuple(groups))
 
 
 def _identity(spec: NamespaceSpec) -> dict[str, object]:

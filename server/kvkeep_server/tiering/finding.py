@@ -49,16 +49,19 @@ class BlockFinder:
     # --- keyspaces and fingerprints
 
     def add_keyspace(self, keyspace: Keyspace) -> None:
-        """Keyspaces are added in the order of their index; one that recovery made is put in place
-        of itself when it is opened."""
+        """Keyspaces are added in the order of their index. One that recovery made is put in place
+        of itself when it is opened, and any in place of one that has no block and was forgotten."""
         if keyspace.index < len(self.keyspaces):
             self.keyspaces[keyspace.index] = keyspace
-            self._ram_only[keyspace.index] = keyspace.ram_only
-            return
-        assert keyspace.index == len(self.keyspaces)
-        self.keyspaces.append(keyspace)
-        self._sizes = np.append(self._sizes, keyspace.block_nbytes)
-        self._ram_only = np.append(self._ram_only, keyspace.ram_only)
+            self._starts.pop(keyspace.index, None)
+        else:
+            assert keyspace.index == len(self.keyspaces)
+            self.keyspaces.append(keyspace)
+        if keyspace.index >= len(self._sizes):
+            self._sizes = np.resize(self._sizes, 2 * keyspace.index + 1)
+            self._ram_only = np.resize(self._ram_only, 2 * keyspace.index + 1)
+        self._sizes[keyspace.index] = keyspace.block_nbytes
+        self._ram_only[keyspace.index] = keyspace.ram_only
         self.columns.widen_keys(-(-keyspace.key_nbytes // 8))
 
     def keyspace_of(self, block: int) -> Keyspace:

@@ -19,7 +19,7 @@ class Keyspace:
     """(namespace of one rank, group).
 
     Attributes:
-        index: Dense number, counts from 0 in a server epoch.
+        index: Dense number from 0; another keyspace may get it when this one was forgotten.
         namespace_id: 16 bytes, `service.namespaces`.
         rank: Flat rank, -1 as long as recovery knows the keyspace only.
         group: Index into the specification's groups.
@@ -70,6 +70,9 @@ class KeyspaceBook(Protocol):
     def find_or_adopt(self, found: Keyspace) -> Keyspace | None:
         """As `by_name`, or made of what was found on nvme; None = of no use."""
 
+    def recovered(self) -> None:
+        """Nobody uses the numbers any more that `find_or_adopt` gave."""
+
 
 @dataclass(frozen=True, slots=True)
 class BoundaryGroup:
@@ -97,6 +100,7 @@ class KeyspaceSet:
 
     Attributes:
         index: Number of the namespace set in this server epoch.
+        set_id: 16 bytes that name it.
         local: Keyspaces of the ranks that lie on this host, FULL groups, rank-major. Their blocks
             of one key form one unit, whose parent is that of the key before.
         siblings: All keyspaces in which a shard of such a unit may lie.
@@ -104,6 +108,7 @@ class KeyspaceSet:
     """
 
     index: int
+    set_id: bytes
     local: tuple[Keyspace, ...]
     siblings: Sequence[Keyspace]
     groups: tuple[BoundaryGroup, ...] = ()
@@ -117,10 +122,9 @@ class KeyspaceSet:
 
     def has(self, number: int) -> bool:
         """Whether the keyspace of this number is a local one."""
-        local = (space for group in self.groups for space in group.local)
-        return any(space.index == number for space in (*self.local, *local))
+        return any(space.index == number for space in self.everywhere)
 
     @property
-    def columns(self) -> int:
-        """Keyspaces that a look-up has to ask."""
-        return len(self.local) + sum(len(group.local) for group in self.groups)
+    def everywhere(self) -> tuple[Keyspace, ...]:
+        """Keyspaces of all groups, of the ranks that lie on this host."""
+        return self.local + tuple(space for group in self.groups for space in group.local)

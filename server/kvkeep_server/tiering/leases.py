@@ -33,7 +33,7 @@ class Lease:
 
     Attributes:
         lease_id: Random, not 0.
-        set_index: Namespace set.
+        set_id: Of the namespace set.
         units: Pinned units, in chain order.
         blocks: Ids of all leased blocks.
         generations: Of `blocks`, when the lease was given.
@@ -43,7 +43,7 @@ class Lease:
     """
 
     lease_id: int
-    set_index: int
+    set_id: bytes
     units: I64
     blocks: I64
     generations: NDArray[np.uint64]
@@ -103,7 +103,7 @@ class Leases:
         return min(asked_s, self._limits.ttl_s) if asked_s > 0 else self._limits.ttl_s
 
     def open(
-        self, *, session_id: int, set_index: int, units: I64, blocks: I64, nbytes: int, ttl_s: float
+        self, *, session_id: int, set_id: bytes, units: I64, blocks: I64, nbytes: int, ttl_s: float
     ) -> Lease:
         """Pins the units and gives a lease on them.
 
@@ -119,7 +119,7 @@ class Leases:
             lease_id = self._source.getrandbits(64)
         lease = Lease(
             lease_id,
-            set_index,
+            set_id,
             units,
             blocks,
             self._residency.columns.generation[blocks],
@@ -195,7 +195,7 @@ class Leases:
         session_id: int,
         lease_ids: Sequence[int],
         ttl_s: float,
-        may_join: Callable[[int], bool],
+        may_join: Callable[[bytes], bool],
     ) -> list[RenewStatus]:
         """Extends leases, joins those of other sessions, revives expired ones whose slots are
         unchanged.
@@ -209,10 +209,10 @@ class Leases:
         return [self._renew(session_id, lease_id, ttl_s, may_join) for lease_id in lease_ids]
 
     def _renew(
-        self, session_id: int, lease_id: int, ttl_s: float, may_join: Callable[[int], bool]
+        self, session_id: int, lease_id: int, ttl_s: float, may_join: Callable[[bytes], bool]
     ) -> RenewStatus:
         lease = self._live.get(lease_id) or self._expired.get(lease_id)
-        if lease is None or not (session_id in lease.holders or may_join(lease.set_index)):
+        if lease is None or not (session_id in lease.holders or may_join(lease.set_id)):
             return RenewStatus.UNKNOWN
         expires_s = self._clock.monotonic_s() + ttl_s
         if lease_id in self._live:

@@ -354,7 +354,7 @@ class TierManager:
         units = [self.residency.units_of(ids) for ids in of_units.values()]
         return self.leases.open(
             session_id=asked.order.session_id,
-            set_index=asked.spaces.index,
+            set_id=asked.spaces.set_id,
             units=np.concatenate(units),
             blocks=np.concatenate([needed.ids for needed in columns]),
             nbytes=sum(needed.nbytes for needed in columns),

@@ -80,6 +80,7 @@ class NvmeSide:
         """See the class."""
         files, clock, source = facts.means.files, facts.means.clock, facts.means.source
         self._residency = residency
+        self._book = book
         self._writers = ThreadPoolExecutor(_WRITE_THREADS, thread_name_prefix="kvkeep-write")
         self.records = Records(
             residency=residency, policy=UsedReinsertion(), keyspace_of=book.by_name
@@ -128,6 +129,8 @@ class NvmeSide:
             counts = self.recovery.counts
             extra = {"records": counts.records, "blocks": counts.blocks, "useless": counts.useless}
             _log.info("nvme: recovered", extra=extra)
+        finally:
+            self._book.recovered()
 
     async def _sweep(self) -> None:
         while True:

@@ -54,7 +54,7 @@ class Recovery:
         room: Makes rows in the index.
         nvme: Reads the records.
         records: Learns here what changes meanwhile.
-        adopt: The keyspace that records name, None = of no use; see `Namespaces.find_or_adopt`.
+        adopt: The keyspace that records name, None = of no use; see `KeyspaceBook.find_or_adopt`.
         source: Draws what names are mixed with.
     """
 

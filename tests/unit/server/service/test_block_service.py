@@ -149,7 +149,7 @@ def test_each_group_is_committed_once_and_full_ones_together(
 
 
 def test_a_refusal_fits_a_header_whatever_was_sent(core, session, service):
-    opened = core.open(session, spec(tp_size=4000))
+    opened = core.open(session, spec(tp_size=1000))
     many = [(number, b"", b"") for number in range(50_000)]
     for wrong in (order(opened, [], many), order(opened, [], [], rank=5000)):
         with pytest.raises(KVKeepError) as refusal:

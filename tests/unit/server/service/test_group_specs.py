@@ -4,7 +4,8 @@ import pytest
 
 from kvkeep_server.core.errors import InvalidArgumentError
 from kvkeep_server.core.results import GroupKind, StateMode
-from kvkeep_server.service.namespaces import Namespaces
+from kvkeep_server.service.keyspace_numbers import KeyspaceNumbers
+from kvkeep_server.service.namespaces import NamespaceLimits, Namespaces
 from kvkeep_server.service.spec import GroupSpec
 from tests.fakes.core_harness import full, spec
 
@@ -20,14 +21,15 @@ def keyspaces():
 
 @pytest.fixture
 def namespaces(keyspaces):
-    return Namespaces(namespaces_max=4, block_nbytes_max=1 << 20, add_keyspace=keyspaces.append)
+    limits = NamespaceLimits(64, 64, 4096, 1 << 20)
+    return Namespaces(limits=limits, numbers=KeyspaceNumbers(keyspaces.append))
 
 
 def test_each_window_and_state_group_forms_units_of_its_own(namespaces, keyspaces):
     opened = namespaces.open(spec(groups=(STATE, full(), SWA, EXACT), tp_size=2), [])
     spaces = opened.spaces
     assert [(space.rank, space.group) for space in spaces.local] == [(0, 1), (1, 1)]
-    assert len(keyspaces) == spaces.columns == 8
+    assert len(keyspaces) == len(spaces.everywhere) == 8
     state, window, exact = spaces.groups
     assert [group.group for group in spaces.groups] == [0, 2, 3]
     assert (state.rule.blocks, state.rule.stride, state.shortens) == (1, 32, False)

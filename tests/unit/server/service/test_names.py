@@ -8,7 +8,8 @@ from contextlib import contextmanager
 import pytest
 
 from kvkeep_server.core.errors import KVKeepError
-from kvkeep_server.service.namespaces import Namespaces
+from kvkeep_server.service.keyspace_numbers import KeyspaceNumbers
+from kvkeep_server.service.namespaces import NamespaceLimits, Namespaces
 from tests.fakes.core_harness import Harness, close_offers, hello, keys_of, spec
 
 PIECES = ["..", "/", "\0", "\n", "\\", "~", "$HOME", "-SEP-", "--", "@@x", "../evil", "/etc/passwd"]
@@ -72,9 +73,8 @@ def test_no_name_of_a_namespace_touches_a_file(audit, promise_count):
     opened = refused = 0
     with audit.listen() as heard:
         for _ in range(promise_count // 8 // 1000 + 1):
-            namespaces = Namespaces(
-                namespaces_max=1000, block_nbytes_max=1 << 20, add_keyspace=lambda _: None
-            )
+            limits = NamespaceLimits(1000, 1000, 1000, 1 << 20)
+            namespaces = Namespaces(limits=limits, numbers=KeyspaceNumbers(lambda _: None))
             for _ in range(1000):
                 tenant, model, weights, engine, layout, dtype, algorithm, switch = itertools.islice(
                     drawn, 8

@@ -20,7 +20,8 @@ from kvkeep_server.core.errors import (
 )
 from kvkeep_server.core.results import GroupKind, StateMode
 from kvkeep_server.service import namespaces as namespaces_module
-from kvkeep_server.service.namespaces import Namespaces
+from kvkeep_server.service.keyspace_numbers import KeyspaceNumbers
+from kvkeep_server.service.namespaces import NamespaceLimits, Namespaces
 from kvkeep_server.service.spec import (
     GroupSpec,
     NamespaceSpec,
@@ -45,7 +46,8 @@ def keyspaces():
 
 @pytest.fixture
 def namespaces(keyspaces):
-    return Namespaces(namespaces_max=64, block_nbytes_max=1 << 20, add_keyspace=keyspaces.append)
+    limits = NamespaceLimits(64, 64, 4096, 1 << 20)
+    return Namespaces(limits=limits, numbers=KeyspaceNumbers(keyspaces.append))
 
 
 # ---- the encoding
@@ -452,7 +454,8 @@ def test_ranks_that_are_none_of_it_are_refused(namespaces, ranks):
 @settings(max_examples=60, deadline=None)
 @given(SPECS, st.lists(st.integers(0, 1 << 32), max_size=3))
 def test_whatever_comes_is_opened_or_refused_on_purpose(of, ranks):
-    namespaces = Namespaces(namespaces_max=4, block_nbytes_max=1 << 20, add_keyspace=lambda _: None)
+    limits = NamespaceLimits(4, 4, 4096, 1 << 20)
+    namespaces = Namespaces(limits=limits, numbers=KeyspaceNumbers(lambda _: None))
     opened = None
     with contextlib.suppress(KVKeepError):
         opened = namespaces.open(of, ranks)

@@ -53,7 +53,9 @@ def chain_of(groups, keys):
         else:
             local += spaces
     batch = KeyBatch(np.zeros((keys, 4), np.uint64), 32)
-    return Chain.of(Presence(ids), KeyspaceSet(0, tuple(local), local, tuple(others)), batch)
+    return Chain.of(
+        Presence(ids), KeyspaceSet(0, bytes(16), tuple(local), local, tuple(others)), batch
+    )
 
 
 def check(groups, keys, limit):

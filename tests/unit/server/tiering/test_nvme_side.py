@@ -30,8 +30,9 @@ def nvme(path, *, size="64MiB", segment="4MiB", queue="32MiB"):
     )
 
 
-def both(path, **options):
-    return Harness(ram="4MiB", slab="256KiB", extra=nvme(path, **options), ack=AckLevel.NVME)
+def both(path, more="", **options):
+    extra = nvme(path, **options) + more
+    return Harness(ram="4MiB", slab="256KiB", extra=extra, ack=AckLevel.NVME)
 
 
 def evict_all(core):
@@ -78,6 +79,21 @@ def test_a_restart_finds_them_again(directory):
         assert grant.leased == 50
         core.verify(grant, keys)
         assert core.put(session, opened, keys) == [ALREADY] * 50
+
+
+def test_the_room_of_a_namespace_that_was_found_comes_back(directory):
+    keys = keys_of("a", 5)
+    with both(directory) as core:
+        session = core.session()
+        core.put(session, core.open(session), keys)
+    with both(directory, more="\n[limits]\nnamespaces_max = 1") as core:
+        core.run(core.core.nvme.recovery.settled())
+        session = core.session()
+        core.remove(session, core.open(session), keys)
+        core.core.sessions.end(session.session_id, "test")
+        core.clock.advance(1.0)
+        (space,) = core.open(core.session(), spec(model="other")).spaces.local
+        assert space.index == 0, "its number as well"
 
 
 def test_ranks_and_groups_are_found_again_together(directory):

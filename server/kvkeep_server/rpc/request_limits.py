@@ -1,0 +1,162 @@
+"""How large the request of each call may be: what the largest one of use needs, no more.
+
+To parse a message is work of the event loop that nobody can interrupt, and it goes by what is in
+it, not by what of it is of use: 4 MiB of empty groups take 100 ms. So it is bounded before.
+"""
+
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Any
+
+import grpc
+
+from kvkeep_server.core.errors import InvalidArgumentError
+from kvkeep_server.core.keys import KEY_NBYTES_MAX
+from kvkeep_server.service.spec import GROUPS_MAX
+
+Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
+
+# Hints, numbers, and tags of all fields of a request.
+_REST_NBYTES = 4096
+# A namespace: names and switches of 16 KiB, 4096 switches and local ranks at 2 and 6 bytes, groups.
+_SMALL_NBYTES = 64 << 10
+# As varint, with a tag each from who does not pack them.
+_LEASE_ID_NBYTES = 11
+# Position and staging offset.
+_STAGED_NBYTES = 12
+# Below this a message of nothing but fields takes 1 ms.
+_WALKED_NBYTES = 64 << 10
+_FIELDS_MAX = 64
+# Their ids may come unpacked, and their limit is low.
+_MANY_FIELDS = frozenset({"Release", "Renew"})
+_VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
+_FIXED_NBYTES = {_FIXED64: 8, _FIXED32: 4}
+
+
+class RequestLimits:
+    """Bounds of requests, by the name of the call.
+
+    Args:
+        keys_max: Keys, or leases, of one call.
+        message_nbytes_max: Of any request.
+    """
+
+    def __init__(self, *, keys_max: int, message_nbytes_max: int) -> None:
+        """See the class."""
+        self.message_nbytes_max = message_nbytes_max
+        keys = keys_max * KEY_NBYTES_MAX + _REST_NBYTES
+        leases = keys_max * _LEASE_ID_NBYTES + _REST_NBYTES
+        staged = GROUPS_MAX * (keys_max * _STAGED_NBYTES + _REST_NBYTES)
+        of: Mapping[str, int] = {
+            "Lookup": keys,
+            "Acquire": keys,
+            "Remove": keys,
+            "Release": leases,
+            "Renew": leases,
+            "Commit": keys + staged,
+        }
+        self._of = {name: min(nbytes, message_nbytes_max) for name, nbytes in of.items()}
+        self._others = min(_SMALL_NBYTES, message_nbytes_max)
+
+    def of(self, name: str) -> int:
+        """Bytes of the largest request of this call."""
+        return self._of.get(name, self._others)
+
+    def too_large(self, name: str, nbytes: int) -> InvalidArgumentError | None:
+        """Why a request of this size is refused; None = it is not."""
+        if nbytes <= self.of(name):
+            return None
+        return InvalidArgumentError(
+            "request",
+            f"a {name} of {nbytes} bytes",
+            f"at most {self.of(name)} bytes, as limits.keys_max and limits.message_max give",
+            "split the call",
+        )
+
+    def refusal(self, name: str, payload: bytes) -> InvalidArgumentError | None:
+        """Why a request is not even parsed; None = it may be."""
+        refused = self.too_large(name, len(payload))
+        walked = len(payload) > _WALKED_NBYTES and name not in _MANY_FIELDS
+        if refused is None and walked and not _few_fields(payload):
+            return InvalidArgumentError(
+                "request",
+                f"a {name} of {len(payload)} bytes with more than {_FIELDS_MAX} fields",
+                f"at most {_FIELDS_MAX} fields of a request above {_WALKED_NBYTES} bytes",
+                "give each group and each packed field once",
+            )
+        return refused
+
+
+def _few_fields(message: bytes) -> bool:
+    """Whether an encoded message has at most `_FIELDS_MAX` fields, those in it not counted; what is
+    no message has none more than were found."""
+    at = 0
+    for _ in range(_FIELDS_MAX + 1):
+        if at >= len(message):
+            return True
+        tag, at = _varint(message, at)
+        kind = tag & 7
+        if kind == _VARINT:
+            _, at = _varint(message, at)
+        elif kind == _LENGTH:
+            nbytes, at = _varint(message, at)
+            at += nbytes
+        elif kind in _FIXED_NBYTES:
+            at += _FIXED_NBYTES[kind]
+        else:
+            return False  # a group of the old kind: no message of ours has one
+    return False
+
+
+def _varint(message: bytes, at: int) -> tuple[int, int]:
+    """A number, and where it ends; cut short where the message ends."""
+    value = 0
+    for shift in range(0, 70, 7):
+        if at >= len(message):
+            break
+        byte, at = message[at], at + 1
+        value |= (byte & 127) << shift
+        if byte < 128:
+            break
+    return value, at
+
+
+class RequestGuard(grpc.aio.ServerInterceptor):
+    """Holds the single requests of our services to their limits before they are parsed.
+
+    A method gets an `InvalidArgumentError` in place of a request that is refused, and raises it
+    (`calls.unary`): gRPC has no better answer to a request that cannot be read than INTERNAL.
+
+    Args:
+        methods: Full names, "/kvkeep.v1.BlockCache/Acquire"; others are not ours.
+        limits: See there.
+    """
+
+    def __init__(self, *, methods: Iterable[str], limits: RequestLimits) -> None:
+        """See the class."""
+        self._names = {method: method.rpartition("/")[2] for method in methods}
+        self._limits = limits
+        self._guarded: dict[str, Any] = {}
+
+    async def intercept_service(
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> Any:  # noqa: ANN401 - grpc gives no type
+        """See `grpc.aio.ServerInterceptor`."""
+        handler = await continuation(handler_call_details)
+        name = self._names.get(handler_call_details.method)
+        if handler is None or name is None or handler.request_streaming:
+            return handler
+        guarded = self._guarded.get(handler_call_details.method)
+        if guarded is None:
+            guarded = self._guard(name, handler)
+            self._guarded[handler_call_details.method] = guarded
+        return guarded
+
+    def _guard(self, name: str, handler: Any) -> Any:  # noqa: ANN401 - see above
+        parse, limits = handler.request_deserializer, self._limits
+
+        def parse_bounded(payload: bytes) -> object:
+            return limits.refusal(name, payload) or parse(payload)
+
+        kind = "unary_stream" if handler.response_streaming else "unary_unary"
+        make = getattr(grpc, f"{kind}_rpc_method_handler")
+        return make(getattr(handler, kind), parse_bounded, handler.response_serializer)
