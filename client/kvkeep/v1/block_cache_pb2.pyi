@@ -169,7 +169,7 @@ class _BlockStatusEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     BLOCK_STATUS_READY: _BlockStatus.ValueType  # 1
     """leased, readable at its address"""
     BLOCK_STATUS_PENDING: _BlockStatus.ValueType  # 2
-    """on its way into ram, not leased yet: Acquire again"""
+    """leased, on its way into ram: Await"""
     BLOCK_STATUS_MISS: _BlockStatus.ValueType  # 3
     BLOCK_STATUS_DEFERRED: _BlockStatus.ValueType  # 4
     """there, but beyond the byte budget: acquire it later"""
@@ -183,7 +183,7 @@ BLOCK_STATUS_UNSPECIFIED: BlockStatus.ValueType  # 0
 BLOCK_STATUS_READY: BlockStatus.ValueType  # 1
 """leased, readable at its address"""
 BLOCK_STATUS_PENDING: BlockStatus.ValueType  # 2
-"""on its way into ram, not leased yet: Acquire again"""
+"""leased, on its way into ram: Await"""
 BLOCK_STATUS_MISS: BlockStatus.ValueType  # 3
 BLOCK_STATUS_DEFERRED: BlockStatus.ValueType  # 4
 """there, but beyond the byte budget: acquire it later"""
@@ -954,8 +954,8 @@ Global___AcquireRequest: typing_extensions.TypeAlias = AcquireRequest
 
 @typing.final
 class LeasedColumn(google.protobuf.message.Message):
-    """Columns of one rank and group. Each has one entry for each leased block (from skip_blocks on): in a FULL group every key
-    has one, in the others those keys that the prefix needs.
+    """Columns of one rank and group. Each has one entry for each block that is READY (from skip_blocks on): in a FULL group
+    every key has one, in the others those keys that the prefix needs.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -968,7 +968,7 @@ class LeasedColumn(google.protobuf.message.Message):
     rank: builtins.int
     group: builtins.int
     addresses: builtins.bytes
-    """little-endian u64: shared_memory.md, "address"; 0 while PENDING"""
+    """little-endian u64: shared_memory.md, "address" """
     generations: builtins.bytes
     """little-endian u64"""
     positions: builtins.bytes
@@ -1005,6 +1005,7 @@ class AcquireResponse(google.protobuf.message.Message):
     prefix_blocks: builtins.int
     """usable prefix of `keys`, skip_blocks and DEFERRED ones included"""
     leased_blocks: builtins.int
+    """READY ones; PENDING ones are leased too"""
     status: builtins.bytes
     """one BlockStatus byte for each key of the request"""
     ended: Global___MissReason.ValueType

@@ -154,8 +154,9 @@ class BlockCacheServicer(object):
 
     def Acquire(self, request, context):
         """Look-up, lease and promotion in one call. Where all blocks are in ram it answers at once; others are brought there,
-        for at most `wait_ms`. Leased is what was in ram then, from the first block on; what is still on its way is PENDING and
-        not leased: Acquire again, later. A block that nvme does not give ends the prefix in front of it.
+        for at most `wait_ms`. All of them are leased; what was in ram then has an address, from the first block on, and what is
+        still on its way is PENDING: Await tells of it, and so does another Acquire. A block that nvme does not give ends the
+        prefix in front of it.
         Errors: as Lookup; RESOURCE_EXHAUSTED also for limits.leases_max.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -163,8 +164,10 @@ class BlockCacheServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Await(self, request, context):
-        """Readiness of leased blocks, in batches, each block with its own status. The stream ends when nothing is pending: in
-        this release at once, because only what is ready is leased.
+        """What became of the PENDING blocks of a lease, in batches, in the order of the keys: READY ones with their places, and
+        at last those that will not come, each with its own status: CORRUPT or TIER_DOWN, and MISS for those behind it. All
+        that was pending when the lease was given is told, also to who asks twice. The stream ends when nothing is pending,
+        and with the lease.
         Errors: NOT_FOUND (no such lease).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -463,14 +463,17 @@ class BlockCacheStub(typing.Generic[_BlockCacheOpenNamespaceType, _BlockCacheAtt
 
     Acquire: _BlockCacheAcquireType
     """Look-up, lease and promotion in one call. Where all blocks are in ram it answers at once; others are brought there,
-    for at most `wait_ms`. Leased is what was in ram then, from the first block on; what is still on its way is PENDING and
-    not leased: Acquire again, later. A block that nvme does not give ends the prefix in front of it.
+    for at most `wait_ms`. All of them are leased; what was in ram then has an address, from the first block on, and what is
+    still on its way is PENDING: Await tells of it, and so does another Acquire. A block that nvme does not give ends the
+    prefix in front of it.
     Errors: as Lookup; RESOURCE_EXHAUSTED also for limits.leases_max.
     """
 
     Await: _BlockCacheAwaitType
-    """Readiness of leased blocks, in batches, each block with its own status. The stream ends when nothing is pending: in
-    this release at once, because only what is ready is leased.
+    """What became of the PENDING blocks of a lease, in batches, in the order of the keys: READY ones with their places, and
+    at last those that will not come, each with its own status: CORRUPT or TIER_DOWN, and MISS for those behind it. All
+    that was pending when the lease was given is told, also to who asks twice. The stream ends when nothing is pending,
+    and with the lease.
     Errors: NOT_FOUND (no such lease).
     """
 
@@ -651,8 +654,9 @@ class BlockCacheServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[kvkeep.v1.block_cache_pb2.AcquireResponse, collections.abc.Awaitable[kvkeep.v1.block_cache_pb2.AcquireResponse]]:
         """Look-up, lease and promotion in one call. Where all blocks are in ram it answers at once; others are brought there,
-        for at most `wait_ms`. Leased is what was in ram then, from the first block on; what is still on its way is PENDING and
-        not leased: Acquire again, later. A block that nvme does not give ends the prefix in front of it.
+        for at most `wait_ms`. All of them are leased; what was in ram then has an address, from the first block on, and what is
+        still on its way is PENDING: Await tells of it, and so does another Acquire. A block that nvme does not give ends the
+        prefix in front of it.
         Errors: as Lookup; RESOURCE_EXHAUSTED also for limits.leases_max.
         """
 
@@ -662,8 +666,10 @@ class BlockCacheServicer(metaclass=abc.ABCMeta):
         request: kvkeep.v1.block_cache_pb2.AwaitRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[kvkeep.v1.block_cache_pb2.AwaitResponse], collections.abc.AsyncIterator[kvkeep.v1.block_cache_pb2.AwaitResponse]]:
-        """Readiness of leased blocks, in batches, each block with its own status. The stream ends when nothing is pending: in
-        this release at once, because only what is ready is leased.
+        """What became of the PENDING blocks of a lease, in batches, in the order of the keys: READY ones with their places, and
+        at last those that will not come, each with its own status: CORRUPT or TIER_DOWN, and MISS for those behind it. All
+        that was pending when the lease was given is told, also to who asks twice. The stream ends when nothing is pending,
+        and with the lease.
         Errors: NOT_FOUND (no such lease).
         """
 

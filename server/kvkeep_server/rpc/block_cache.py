@@ -62,11 +62,9 @@ class BlockCacheServicer(pb_grpc.BlockCacheServicer):
     async def Await(
         self, request: pb.AwaitRequest, context: Context
     ) -> AsyncIterator[pb.AwaitResponse]:
-        self._service.require_lease(self._session(context), request.lease_id)
-        # Only what is ready is leased: nothing is ever pending here.
-        nothing: tuple[pb.AwaitResponse, ...] = ()
-        for response in nothing:
-            yield response
+        columns = self._service.manager.residency.columns
+        async for arrived in self._service.arrivals(self._session(context), request.lease_id):
+            yield convert.arrived_message(arrived, columns)
 
     @unary
     async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseResponse:

@@ -37,8 +37,9 @@ from kvkeep_server.service.commit_orders import CommitOrder
 from kvkeep_server.service.namespaces import NamespaceSet, OpenedNamespace
 from kvkeep_server.service.sessions import Event
 from kvkeep_server.service.spec import GROUPS_MAX, SWITCHES_NBYTES_MAX, GroupSpec, NamespaceSpec
+from kvkeep_server.tiering.chain import Needed
 from kvkeep_server.tiering.columns import BlockColumns
-from kvkeep_server.tiering.manager import Grant, Prefix
+from kvkeep_server.tiering.manager import Arrived, Grant, Prefix
 from kvkeep_server.tiering.removal import Removed
 
 RETRY_AFTER_KEY = "kvkeep-retry-after-ms"
@@ -280,20 +281,33 @@ def grant_message(
         prefix_blocks=grant.prefix.blocks,
         leased_blocks=grant.leased,
         status=bytes(status),
-        columns=[
-            pb.LeasedColumn(
-                rank=needed.keyspace.rank,
-                group=needed.keyspace.group,
-                addresses=columns.address[needed.ids].tobytes(),
-                generations=columns.generation[needed.ids].tobytes(),
-                positions=_packed(needed.positions),
-            )
-            for needed in grant.columns
-        ],
+        columns=_leased(grant.columns, columns),
         runs=_runs(grant.prefix),
         ended=pb.MissReason.ValueType(grant.prefix.ended),
         evicted_age_s=_age(grant.prefix),
     )
+
+
+def arrived_message(arrived: Arrived, columns: BlockColumns) -> pb.AwaitResponse:
+    """One answer of Await."""
+    return pb.AwaitResponse(
+        first_block=arrived.first,
+        status=arrived.status,
+        columns=_leased(arrived.columns, columns),
+    )
+
+
+def _leased(blocks: Sequence[Needed], columns: BlockColumns) -> list[pb.LeasedColumn]:
+    return [
+        pb.LeasedColumn(
+            rank=needed.keyspace.rank,
+            group=needed.keyspace.group,
+            addresses=columns.address[needed.ids].tobytes(),
+            generations=columns.generation[needed.ids].tobytes(),
+            positions=_packed(needed.positions),
+        )
+        for needed in blocks
+    ]
 
 
 def _packed(positions: NDArray[np.int64] | None) -> bytes:

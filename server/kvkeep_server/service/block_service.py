@@ -2,7 +2,7 @@
 operators."""
 
 import asyncio
-from collections.abc import Awaitable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -30,7 +30,7 @@ from kvkeep_server.tiering.chain import at_boundary
 from kvkeep_server.tiering.commit_plan import CommitBatch
 from kvkeep_server.tiering.commits import Commits
 from kvkeep_server.tiering.lineage import chain_to
-from kvkeep_server.tiering.manager import Grant, Prefix, ReadOrder, TierManager
+from kvkeep_server.tiering.manager import Arrived, Grant, Prefix, ReadOrder, TierManager
 from kvkeep_server.tiering.removal import Removed
 
 I64 = NDArray[np.int64]
@@ -156,7 +156,7 @@ class BlockService:
         asked for."""
         opened = self._opened(session, set_index)
         spec_groups = opened.namespace_set.spec.groups
-        wanted = set(groups) if len(groups) <= len(spec_groups) else {len(spec_groups)}
+        wanted = frozenset(groups) if len(groups) <= len(spec_groups) else {len(spec_groups)}
         for group in wanted:
             if group >= len(spec_groups):
                 raise InvalidArgumentError(
@@ -166,19 +166,18 @@ class BlockService:
                     "leave it empty for all",
                 )
         batch = self._keys(opened, keys)
-        order = replace(order, wait_s=min(order.wait_s, WAIT_MAX_S))
+        order = replace(order, wait_s=min(order.wait_s, WAIT_MAX_S), groups=wanted)
         grant = self.manager.acquire(opened.spaces, batch, order)
         if isinstance(grant, Grant):
-            return _of_groups(grant, wanted), len(batch)
+            return grant, len(batch)
         opened.namespace_set.working += 1
-        return self._late(session, opened.namespace_set, grant, wanted), len(batch)
+        return self._late(session, opened.namespace_set, grant), len(batch)
 
     async def _late(
         self,
         session: Session,
         namespace_set: NamespaceSet,
         coming: Awaitable[Grant],
-        wanted: Collection[int],
     ) -> Grant:
         try:
             grant = await coming
@@ -188,13 +187,19 @@ class BlockService:
             self.manager.leases.end_session(session.session_id)
             msg = "the session ended while blocks were brought into ram"
             raise TierUnavailableError(msg)
-        return _of_groups(grant, wanted)
+        return grant
 
-    def require_lease(self, session: Session, lease_id: int) -> None:
-        """Raises NotFoundError unless the session holds this lease."""
-        if not self.manager.leases.holds(lease_id, session.session_id):
+    def arrivals(self, session: Session, lease_id: int) -> AsyncIterator[Arrived]:
+        """Blocks of a lease that are on their way into ram, as they come.
+
+        Raises:
+            NotFoundError: The session does not hold this lease.
+        """
+        lease = self.manager.leases.held_by(session.session_id, lease_id)
+        if lease is None:
             msg = f"lease {lease_id} is not held by this session; acquire again"
             raise NotFoundError(msg)
+        return self.manager.arrivals(lease)
 
     def release(self, session: Session, lease_ids: Sequence[int]) -> int:
         """Gives leases back; returns how many the session held."""
@@ -373,11 +378,3 @@ class BlockService:
             AssertionError: Something disagrees.
         """
         self.manager.check()
-
-
-def _of_groups(grant: Grant, wanted: Collection[int]) -> Grant:
-    """Only the columns of these groups; none named = all."""
-    if not wanted:
-        return grant
-    columns = [needed for needed in grant.columns if needed.keyspace.group in wanted]
-    return replace(grant, columns=columns)

@@ -23,12 +23,14 @@ class Needed:
     Attributes:
         keyspace: Theirs.
         ids: Of the blocks.
-        positions: Of their keys, ascending; None = every key from the first one on.
+        positions: Of their keys, ascending; None = every key from `start` on.
+        start: Position of the first key that counts.
     """
 
     keyspace: Keyspace
     ids: I64
     positions: I64 | None = None
+    start: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -38,9 +40,16 @@ class Needed:
     def cut(self, start: int, stop: int) -> "Needed":
         """Only those of the keys from `start` to `stop`."""
         if self.positions is None:
-            return Needed(self.keyspace, self.ids[start:stop])
+            ids = self.ids[start - self.start : stop - self.start]
+            return Needed(self.keyspace, ids, None, start)
         low, high = np.searchsorted(self.positions, (start, stop))
-        return Needed(self.keyspace, self.ids[low:high], self.positions[low:high])
+        return Needed(self.keyspace, self.ids[low:high], self.positions[low:high], start)
+
+    def at(self) -> I64:
+        """Positions of the keys, ascending."""
+        if self.positions is None:
+            return np.arange(self.start, self.start + len(self.ids))
+        return self.positions
 
 
 class _GroupFound:

@@ -8,7 +8,7 @@ comes late is told which it is: renewed, because every slot still holds what it 
 import heapq
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from kvkeep_server.core.clock import Clock
 from kvkeep_server.core.errors import ResourceExhaustedError
 from kvkeep_server.core.results import RenewStatus
+from kvkeep_server.tiering.chain import Needed
+from kvkeep_server.tiering.promotion import Flights
 from kvkeep_server.tiering.residency import Residency
 
 I64 = NDArray[np.int64]
@@ -25,6 +27,23 @@ I64 = NDArray[np.int64]
 # lease on average, in any case so many together.
 _BLOCKS_A_LEASE = 64
 _BLOCKS_MIN = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Coming:
+    """Blocks of a lease that are on their way into ram.
+
+    Attributes:
+        needed: All blocks of the lease, those that are there included.
+        keys: Positions of the keys that were not whole in ram when the lease was given.
+        flights: Done when all of them are there or will not come.
+        groups: Whose columns are wanted; none = all.
+    """
+
+    needed: Sequence[Needed]
+    keys: range
+    flights: Flights
+    groups: Collection[int]
 
 
 @dataclass(slots=True)
@@ -36,10 +55,12 @@ class Lease:
         set_id: Of the namespace set.
         units: Pinned units, in chain order.
         blocks: Ids of all leased blocks.
-        generations: Of `blocks`, when the lease was given.
+        generations: Of `blocks`, when the lease was given, or when it expired for those that came
+            into ram meanwhile; 0 = not there.
         nbytes: Payload bytes of `blocks`.
         expires_s: Monotonic seconds.
         holders: Session ids.
+        coming: What of it was not in ram when it was given; None = all was.
     """
 
     lease_id: int
@@ -50,6 +71,7 @@ class Lease:
     nbytes: int
     expires_s: float
     holders: set[int] = field(default_factory=set)
+    coming: Coming | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +125,20 @@ class Leases:
         return min(asked_s, self._limits.ttl_s) if asked_s > 0 else self._limits.ttl_s
 
     def open(
-        self, *, session_id: int, set_id: bytes, units: I64, blocks: I64, nbytes: int, ttl_s: float
+        self,
+        *,
+        session_id: int,
+        set_id: bytes,
+        units: I64,
+        needed: Sequence[Needed],
+        ttl_s: float,
     ) -> Lease:
-        """Pins the units and gives a lease on them.
+        """Pins the units and gives a lease on the blocks that are needed of them.
 
         Raises:
             ResourceExhaustedError: `leases_max` leases live, or too many blocks are leased.
         """
+        blocks = np.concatenate([one.ids for one in needed])
         if self._refusal(len(blocks)):
             self.expire()
         if msg := self._refusal(len(blocks)):
@@ -123,7 +152,7 @@ class Leases:
             units,
             blocks,
             self._residency.columns.generation[blocks],
-            nbytes,
+            sum(one.nbytes for one in needed),
             self._clock.monotonic_s() + ttl_s,
             {session_id},
         )
@@ -222,7 +251,9 @@ class Leases:
             self._of_session.setdefault(session_id, set()).add(lease_id)
             heapq.heappush(self._due, (lease.expires_s, lease_id))
             return RenewStatus.RENEWED
-        if not (self._residency.columns.generation[lease.blocks] == lease.generations).all():
+        same = self._residency.columns.generation[lease.blocks] == lease.generations
+        # What never came into ram may be another block by now.
+        if not same.all() or not lease.generations.all():
             return RenewStatus.LOST
         self._forget(lease_id)
         lease.expires_s = expires_s
@@ -254,6 +285,9 @@ class Leases:
         return ended
 
     def _remember(self, lease: Lease) -> None:
+        if lease.coming is not None:
+            lease.generations = self._residency.columns.generation[lease.blocks]
+            lease.coming = None
         self._expired[lease.lease_id] = lease
         self._expired_blocks += len(lease.blocks)
         remembered_max = self._limits.remembered_max
@@ -265,10 +299,10 @@ class Leases:
     def _forget(self, lease_id: int) -> None:
         self._expired_blocks -= len(self._expired.pop(lease_id).blocks)
 
-    def holds(self, lease_id: int, session_id: int) -> bool:
-        """Whether the session holds this live lease."""
+    def held_by(self, session_id: int, lease_id: int) -> Lease | None:
+        """The live lease of this id, if the session holds it."""
         lease = self._live.get(lease_id)
-        return lease is not None and session_id in lease.holders
+        return lease if lease is not None and session_id in lease.holders else None
 
     def check(self) -> None:
         """Audits pins against leases: a unit has at least the pins of its leases.

@@ -5,7 +5,7 @@ What lies on nvme only is brought into ram before it is leased; redis joins here
 """
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import pairwise
@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from kvkeep_server.core.errors import ResourceExhaustedError
 from kvkeep_server.core.hints import Hints
 from kvkeep_server.core.keys import KeyBatch
-from kvkeep_server.core.results import MissReason, TierId
+from kvkeep_server.core.results import BlockStatus, MissReason, TierId
 from kvkeep_server.tiering.chain import Chain, Needed
 from kvkeep_server.tiering.keyspaces import KeyspaceSet
-from kvkeep_server.tiering.leases import Lease, Leases
-from kvkeep_server.tiering.promotion import Promotion
+from kvkeep_server.tiering.leases import Coming, Lease, Leases
+from kvkeep_server.tiering.promotion import Flights, Promotion
 from kvkeep_server.tiering.removal import Removal
 from kvkeep_server.tiering.residency import Residency
 
@@ -150,6 +150,7 @@ class ReadOrder:
         skip: Leading keys that the caller has: used, but not leased.
         hints: For the policies.
         wait_s: How long to wait for blocks that are not in ram.
+        groups: Whose columns are wanted; none = all.
     """
 
     session_id: int
@@ -158,6 +159,7 @@ class ReadOrder:
     skip: int
     hints: Hints
     wait_s: float = 0.0
+    groups: Collection[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,10 +170,10 @@ class Grant:
         prefix: As of a look-up.
         lease: None when no block was leased.
         first: Position of the first leased key.
-        leased: Number of leased keys, from `first` on.
-        pending: Keys behind them that are on their way into ram; what then is left of the prefix is
-            deferred.
-        columns: The leased blocks of each rank and group.
+        leased: Number of leased keys that are in ram, from `first` on.
+        pending: Leased keys behind them that are on their way there; what then is left of the
+            prefix is deferred.
+        columns: The leased blocks in ram of each rank and group that was asked for.
     """
 
     prefix: Prefix
@@ -179,6 +181,21 @@ class Grant:
     first: int
     leased: int
     pending: int
+    columns: Sequence[Needed]
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """Leased blocks that were pending, and are not any more.
+
+    Attributes:
+        first: Position of the first of their keys.
+        status: A `BlockStatus` for each of the keys.
+        columns: Blocks in ram, of each rank and group that was asked for.
+    """
+
+    first: int
+    status: bytes
     columns: Sequence[Needed]
 
 
@@ -211,6 +228,12 @@ def _cut(runs: Sequence[tuple[TierId, int]], blocks: int) -> tuple[tuple[TierId,
             cut.append((tier, min(count, left)))
             left -= cut[-1][1]
     return (*cut, (TierId.RAM, left)) if left else tuple(cut)
+
+
+def _columns(needed: Sequence[Needed], keys: range, groups: Collection[int]) -> Sequence[Needed]:
+    """Those of these keys and groups; no group named = all."""
+    wanted = [one for one in needed if not groups or one.keyspace.group in groups]
+    return [one.cut(keys.start, keys.stop) for one in wanted]
 
 
 class TierManager:
@@ -281,7 +304,7 @@ class TierManager:
         if span.stop < chain.blocks:
             in_ram = self._in_ram(chain, span.stop)
         if self.promotion is None or in_ram[span.start :].all():
-            return self._grant(asked, chain, span, len(span), 0)
+            return self._grant(asked, chain, span, len(span), None)
         units, others = chain.units(self.residency, span)
         return self._promoted(self.promotion, asked, np.concatenate([units, *others]))
 
@@ -317,9 +340,9 @@ class TierManager:
             span = self._span(chain, asked.order)
             in_ram = self._in_ram(chain, span.stop)[span.start :]
             leased = len(span) if in_ram.all() else int(in_ram.argmin())
-            prefix, pending = self._prefix(chain, asked.keys, in_ram), 0
+            prefix, coming = self._prefix(chain, asked.keys, in_ram), None
             if leased < len(span) and not flights.done():
-                pending = len(span) - leased
+                coming = flights
             elif leased < len(span):
                 # The rest can be read, but not now: who waits for it would wait for nothing.
                 chain = chain.in_ram(self.residency.columns)
@@ -328,36 +351,74 @@ class TierManager:
                 prefix = Prefix(chain.blocks, MissReason.TIER_DOWN, 0.0, replayed=chain.replayed)
             runs = _cut(asked.prefix.runs, prefix.blocks)
             asked = replace(asked, prefix=replace(prefix, runs=runs))
-            return self._grant(asked, chain, span, leased, pending)
+            return self._grant(asked, chain, span, leased, coming)
         finally:
             self.residency.unpin(units)
 
     def _grant(
-        self, asked: "_Asked", chain: Chain, span: range, leased: int, pending: int
+        self, asked: "_Asked", chain: Chain, span: range, leased: int, flights: Flights | None
     ) -> Grant:
-        stop = span.start + leased
-        columns = [needed.cut(span.start, stop) for needed in chain.needed(span.stop)]
+        needed = [one.cut(span.start, span.stop) for one in chain.needed(span.stop)]
         counts, count = self.counts.acquire, len(asked.keys)
         try:
-            lease = self._lease(asked, columns) if leased else None
+            lease = self._lease(asked, needed) if len(span) else None
         except ResourceExhaustedError:
             counts.add_failed(count)
             raise
+        if lease is not None and flights is not None:
+            lease.coming = Coming(needed, span[leased:], flights, asked.order.groups)
         prefix = asked.prefix
         counts.add(count, prefix.blocks, prefix.ended, on_nvme=prefix.on_nvme)
-        return Grant(prefix, lease, span.start, leased, pending, columns)
+        columns = _columns(needed, span[:leased], asked.order.groups)
+        return Grant(prefix, lease, span.start, leased, len(span) - leased, columns)
 
-    def _lease(self, asked: "_Asked", columns: Sequence[Needed]) -> Lease:
+    async def arrivals(self, lease: Lease) -> AsyncIterator[Arrived]:
+        """Blocks of a lease that were pending, as they come into ram; at last those that will not
+        come. Ends with the lease."""
+        coming, promotion = lease.coming, self.promotion
+        assert promotion is not None or coming is None
+        while coming is not None and promotion is not None and coming.keys:
+            there = self._there(coming)
+            if there:
+                ready = coming.keys[:there]
+                status = bytes([BlockStatus.READY]) * there
+                yield Arrived(ready.start, status, _columns(coming.needed, ready, coming.groups))
+                coming = replace(coming, keys=coming.keys[there:])
+            elif coming.flights.done():
+                yield Arrived(coming.keys.start, self._status_of_rest(coming), ())
+                return
+            else:
+                await promotion.landing(coming.flights)
+                if lease.coming is None:
+                    return
+
+    def _there(self, coming: Coming) -> int:
+        """How many of the leading keys that are coming are whole in ram."""
+        there, keys = np.ones(len(coming.keys), bool), coming.keys
+        for needed in coming.needed:
+            own = needed.cut(keys.start, keys.stop)
+            absent = self.residency.columns.address[own.ids] == 0
+            there[own.at()[absent] - keys.start] = False
+        return len(there) if there.all() else int(there.argmin())
+
+    def _status_of_rest(self, coming: Coming) -> bytes:
+        """Of keys of which the first will not come: why, and what that is for those behind it."""
+        columns, first = self.residency.columns, coming.keys[:1]
+        ids = np.concatenate([one.ids for one in _columns(coming.needed, first, ())])
+        lost = (columns.address[ids] == 0) & (columns.nvme[ids] == 0)
+        why = BlockStatus.CORRUPT if lost.any() else BlockStatus.TIER_DOWN
+        return bytes([why]) + bytes([BlockStatus.MISS]) * (len(coming.keys) - 1)
+
+    def _lease(self, asked: "_Asked", needed: Sequence[Needed]) -> Lease:
         """A lease on these blocks."""
         # Of each unit the blocks of one keyspace: the first FULL one, and one of each other group.
-        of_units = {needed.keyspace.boundary_id: needed.ids for needed in reversed(columns)}
+        of_units = {one.keyspace.boundary_id: one.ids for one in reversed(needed)}
         units = [self.residency.units_of(ids) for ids in of_units.values()]
         return self.leases.open(
             session_id=asked.order.session_id,
             set_id=asked.spaces.set_id,
             units=np.concatenate(units),
-            blocks=np.concatenate([needed.ids for needed in columns]),
-            nbytes=sum(needed.nbytes for needed in columns),
+            needed=needed,
             ttl_s=asked.order.ttl_s,
         )
 

@@ -8,6 +8,7 @@ beginning. A block that nvme does not give ends the flight: what is behind it is
 import asyncio
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,7 @@ from kvkeep_server.tiers.nvme.tier import NvmeTier
 from kvkeep_server.tiers.ram.tier import Reservation
 
 I64 = NDArray[np.int64]
+Flights: TypeAlias = asyncio.Future[list[BaseException | None]]
 Mask = NDArray[np.bool_]
 
 # Of one reading: long enough for several threads, short enough that its beginning comes early.
@@ -68,6 +70,7 @@ class Promotion:
         self._turn = asyncio.Semaphore(flights_max)
         self._flying: dict[int, asyncio.Future[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._landing: asyncio.Future[None] | None = None
         self.counts = PromotionCounts()
 
     @property
@@ -75,7 +78,7 @@ class Promotion:
         """Units that are being read, or wait for it."""
         return len(self._flying)
 
-    def begin(self, units: I64, hints: Hints) -> "asyncio.Future[list[BaseException | None]]":
+    def begin(self, units: I64, hints: Hints) -> Flights:
         """Begins to bring those of the units, root to tail, that are not whole in ram.
 
         Returns:
@@ -90,6 +93,18 @@ class Promotion:
             task.add_done_callback(self._tasks.discard)
         flights = {self._flying[unit] for unit in units.tolist() if unit in self._flying}
         return asyncio.gather(*flights, return_exceptions=True)
+
+    async def landing(self, flights: Flights) -> None:
+        """Until something else has come into ram, or these flights are over."""
+        if self._landing is None:
+            self._landing = asyncio.get_running_loop().create_future()
+        either: list[asyncio.Future[Any]] = [self._landing, flights]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+
+    def _landed(self) -> None:
+        if self._landing is not None:
+            self._landing.set_result(None)
+            self._landing = None
 
     def _not_in_ram(self, units: I64) -> I64:
         return units[~self._residency.columns.wholly_in_ram(units)]
@@ -106,6 +121,7 @@ class Promotion:
                     for unit in piece.tolist():
                         del self._flying[unit]
                     landed += count
+                    self._landed()
                     if not arrived:
                         break
         finally:

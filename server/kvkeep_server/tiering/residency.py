@@ -186,8 +186,9 @@ class Residency(Arrivals):
         self._publish(blocks)
 
     def forget(self, blocks: I64, reason: MissReason) -> None:
-        """The records of these blocks are no more. Units that no tier has whole are `lost`."""
-        blocks = blocks[self.columns.nvme[blocks] != 0]
+        """The records of these blocks are no more. Units that no tier has whole are `lost`; those
+        that left the index meanwhile are counted out already."""
+        blocks = blocks[(self.columns.nvme[blocks] != 0) & (self.columns.row[blocks] >= 0)]
         self._count_out(TierId.NVME, blocks, reason)
         self.columns.nvme[blocks] = 0
         self.columns.stamp[blocks] = 0

@@ -310,10 +310,10 @@ def test_only_the_groups_that_were_asked_for_are_given(core, session, service):
 def test_a_lease_must_be_held_to_be_waited_for(core, session, opened, service):
     core.put(session, opened, keys_of("a", 1))
     grant = core.acquire(session, opened, keys_of("a", 1))
-    service.require_lease(session, grant.lease.lease_id)
+    assert service.arrivals(session, grant.lease.lease_id) is not None
     for asked, lease_id in ((core.session(4096), grant.lease.lease_id), (session, 5)):
         with pytest.raises(NotFoundError, match="acquire again"):
-            service.require_lease(asked, lease_id)
+            service.arrivals(asked, lease_id)
 
 
 def test_only_this_layout_is_spoken(service):
