@@ -1,4 +1,4 @@
-"""Sealed segments of blocks that nobody wrote: tables in sparse files, a million records a second."""
+"""Sealed segments of blocks that nobody wrote: tables in sparse files."""
 
 import numpy as np
 
@@ -11,22 +11,26 @@ CHAIN = 64
 SEGMENT_NBYTES = 256 << 20
 
 
-def write_segments(directory, records, seed=1):
-    """Segments of chains of `CHAIN` blocks of one namespace, each chain in one segment."""
+def write_segments(directory, records, *, members=1, seed=1):
+    """Segments of chains of `CHAIN` units, each chain in one segment. A unit has a block in each of
+    so many groups."""
     directory.mkdir(parents=True)
     source = np.random.default_rng(seed)
     for number, start in enumerate(range(0, records, PER_SEGMENT), 1):
-        count = min(PER_SEGMENT, records - start)
-        write_segment(directory / f"{number:08x}.kvks", number, rows_of(number, count, source))
+        units = min(PER_SEGMENT, records - start) // members
+        rows = rows_of(number, units, members, source)
+        write_segment(directory / f"{number:08x}.kvks", number, rows)
 
 
-def rows_of(number, count, source):
+def rows_of(number, units, members, source):
+    count = units * members
     rows = np.zeros(count, record.RECORD)
-    rows["key"][:, :4] = source.integers(1, 1 << 62, (count, 4))
-    rows["key_nbytes"], rows["boundary_members"] = 32, 1
+    rows["key"][:, :4] = np.repeat(source.integers(1, 1 << 62, (units, 4)), members, axis=0)
+    rows["key_nbytes"], rows["boundary_members"] = 32, members
+    rows["group"] = rows["boundary_member"] = np.arange(count) % members
     rows["namespace_id"], rows["boundary_id"] = [3, 5], [7, 9]
-    linked = np.arange(count) % CHAIN > 0
-    rows["parent"][1:] = rows["key"][:-1]
+    linked = np.arange(count) // members % CHAIN > 0
+    rows["parent"][members:] = rows["key"][:-members]
     rows["parent"][~linked] = 0
     rows["parent_nbytes"][linked] = 32
     rows["payload_nbytes"] = rows["stored_nbytes"] = PAYLOAD_NBYTES

@@ -17,6 +17,7 @@ from kvkeep_server.cli.bench_load import KEY_NBYTES, WrongBytesError
 from kvkeep_server.core.clock import SystemClock
 from kvkeep_server.core.keys import KeyBatch
 from kvkeep_server.core.memory_limit import read_memory_limit
+from kvkeep_server.core.results import MissReason
 from kvkeep_server.tiers.base import BlockFacts, Blocks, ReadStatus, WriteStatus
 from kvkeep_server.tiers.nvme.files import DiskFiles
 from kvkeep_server.tiers.nvme.segments import DirectorySettings
@@ -76,7 +77,7 @@ class _NobodysRecords:
     def moved(self, rows: Rows, locations: U64, stamps: U64) -> None:
         """Not here."""
 
-    def dropped(self, locations: U64, stamps: U64) -> None:
+    def dropped(self, locations: U64, stamps: U64, reason: MissReason) -> None:
         """Not here."""
 
     def segment_lost(self, number: int) -> None:
