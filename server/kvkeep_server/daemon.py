@@ -33,6 +33,7 @@ from kvkeep_server.core.ownership import Ownership
 from kvkeep_server.core.process import (
     SWITCH_INTERVAL_S,
     forbid_inspection,
+    import_ahead,
     raise_descriptor_limit,
 )
 from kvkeep_server.core.settings_kinds import listen_address
@@ -66,8 +67,6 @@ SOCKET_NAME = "kvkeep.sock"
 FD_SOCKET_NAME = "kvkeep.fd.sock"
 _UPKEEP_PERIOD_S = 0.05
 _HEALTH_PERIOD_S = 0.5
-# For calls that are still answered when draining is over.
-_GRACE_S = 0.5
 
 _log = logging.getLogger(__name__)
 
@@ -249,6 +248,7 @@ class Daemon:
         try:
             forbid_inspection()
             raise_descriptor_limit()
+            import_ahead()
             sys.setswitchinterval(SWITCH_INTERVAL_S)
             ownership.clear_socket(directory / SOCKET_NAME, socket.SOCK_STREAM)
             ownership.clear_socket(directory / FD_SOCKET_NAME, socket.SOCK_SEQPACKET)
@@ -315,7 +315,7 @@ class Daemon:
             upkeep.cancel()
             for session in core.sessions:
                 core.sessions.end(session.session_id, "daemon stops")
-            await server.stop(_GRACE_S)
+            await server.stop(0.5)  # for what is still answered
             handover.close()
             scraped.close()
             _unlink_sockets(directory)
