@@ -25,7 +25,7 @@ from kvkeep_server.config.parts import (
     pool_settings,
     session_limits,
 )
-from kvkeep_server.core.clock import Clock
+from kvkeep_server.core.clock import Clock, Deadline
 from kvkeep_server.core.errors import FailedPreconditionError
 from kvkeep_server.core.histogram import DURATION_BOUNDS_S, Histogram
 from kvkeep_server.core.huge_pages import HugePages
@@ -34,6 +34,7 @@ from kvkeep_server.core.ownership import Ownership
 from kvkeep_server.core.process import (
     SWITCH_INTERVAL_S,
     forbid_inspection,
+    import_ahead,
     raise_descriptor_limit,
 )
 from kvkeep_server.core.settings_kinds import listen_address
@@ -69,7 +70,6 @@ SOCKET_NAME = "kvkeep.sock"
 FD_SOCKET_NAME = "kvkeep.fd.sock"
 _UPKEEP_PERIOD_S = 0.05
 _HEALTH_PERIOD_S = 0.5
-_DRAIN_S = 5.0
 
 _log = logging.getLogger(__name__)
 
@@ -234,6 +234,7 @@ class Daemon:
         self._clock = clock
         self._random = random
         self._server_epoch = random.getrandbits(63) | 1
+        self._draining = Deadline(clock)
 
     async def run(self) -> int:
         """Starts, serves, drains; returns the process's exit code.
@@ -247,6 +248,7 @@ class Daemon:
         try:
             forbid_inspection()
             raise_descriptor_limit()
+            import_ahead()
             sys.setswitchinterval(SWITCH_INTERVAL_S)
             ownership.clear_socket(directory / SOCKET_NAME, socket.SOCK_STREAM)
             ownership.clear_socket(directory / FD_SOCKET_NAME, socket.SOCK_SEQPACKET)
@@ -258,7 +260,7 @@ class Daemon:
             )
             try:
                 await core.ram.grow()
-                async with _nvme_at_work(core.nvme):
+                async with _nvme_at_work(core.nvme, self._draining.left_s):
                     await self._serve(core, directory)
             finally:
                 core.close()
@@ -305,18 +307,18 @@ class Daemon:
             readings.serving = False
             await server.say_draining()
             _log.info("draining")
-            core.sessions.tell_all("draining", {"grace_ms": round(_DRAIN_S * 1000)})
+            self._draining.begin(timeout_s := self._settings.server.drain_timeout_s)
+            core.sessions.tell_all("draining", {"grace_ms": round(timeout_s * 1000)})
             handover.stop_listening()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(core.service.finish(), _DRAIN_S)
+                await asyncio.wait_for(core.service.finish(), self._draining.left_s())
             upkeep.cancel()
             for session in core.sessions:
                 core.sessions.end(session.session_id, "daemon stops")
-            await server.stop(1.0)
+            await server.stop(0.5)  # for what is still answered
             handover.close()
             scraped.close()
-            (directory / SOCKET_NAME).unlink(missing_ok=True)
-            (directory / FD_SOCKET_NAME).unlink(missing_ok=True)
+            _unlink_sockets(directory)
 
     def _front(self, core: Core, directory: Path) -> tuple[Server, FdHandover, Readings]:
         """What clients and scrapers meet; nothing of it is started."""
@@ -388,9 +390,11 @@ def _manager(
 
 
 @contextlib.asynccontextmanager
-async def _nvme_at_work(nvme: NvmeSide | None) -> AsyncIterator[None]:
+async def _nvme_at_work(
+    nvme: NvmeSide | None, drain_left_s: Callable[[], float]
+) -> AsyncIterator[None]:
     """Begins to serve at once and recovers behind; at the end writes what is in ram only, as far as
-    the time goes.
+    the time goes that is left then.
 
     Raises:
         FailedPreconditionError: A directory is another daemon's, or not to be used.
@@ -408,7 +412,7 @@ async def _nvme_at_work(nvme: NvmeSide | None) -> AsyncIterator[None]:
     try:
         yield
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(nvme.drain(), _DRAIN_S)
+            await asyncio.wait_for(nvme.drain(), drain_left_s())
     finally:
         work.cancel()
         await asyncio.gather(work, return_exceptions=True)
@@ -458,6 +462,11 @@ def _scraped(listen: str, readings: Readings, clock: Clock) -> contextlib.ExitSt
         _log.info("metrics", extra={"host": endpoint.address[0], "port": endpoint.address[1]})
         ending.callback(endpoint.close)
     return ending
+
+
+def _unlink_sockets(directory: Path) -> None:
+    for name in (SOCKET_NAME, FD_SOCKET_NAME):
+        (directory / name).unlink(missing_ok=True)
 
 
 def _stop_signal() -> asyncio.Event:

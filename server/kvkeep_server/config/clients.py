@@ -23,6 +23,13 @@ class ServerSettings:
         "0660",
         "Permissions of both sockets. Who may connect may read and store, and call Admin.",
     )
+    drain_timeout_s: float = setting(
+        "drain_timeout",
+        Duration(0, 3600),
+        "5s",
+        "After SIGTERM: for calls that are under way, then for blocks that are in ram only to reach"
+        " nvme. The process ends a second later at most.",
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,7 +95,7 @@ class NvmeSettings:
         Size(1 * MiB, 64 * GiB, auto="1/8 of the pool, at most 256MiB"),
         AUTO,
         "Blocks that wait in ram to be written; they cannot leave it meanwhile. Full: blocks stay"
-        " in ram only.",
+        " in ram only, until it is empty.",
     )
     queue_blocks_max: int = setting(
         "queue_blocks", Whole(1, 1 << 22), 65536, "As `queue`, in blocks."

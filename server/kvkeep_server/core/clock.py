@@ -26,3 +26,20 @@ class SystemClock:
     def wall_s(self) -> float:
         """See `Clock`."""
         return time.time()  # noqa: TID251 - the one place that reads it
+
+
+class Deadline:
+    """An end that is not set yet, by a clock."""
+
+    def __init__(self, clock: Clock) -> None:
+        """See the class."""
+        self._clock = clock
+        self._at_s = float("inf")
+
+    def begin(self, seconds: float) -> None:
+        """It is so many seconds from now."""
+        self._at_s = self._clock.monotonic_s() + seconds
+
+    def left_s(self) -> float:
+        """Seconds until then; endless before `begin`, 0 when it is over."""
+        return max(0.0, self._at_s - self._clock.monotonic_s())

@@ -384,7 +384,7 @@ _NVME = (
         "kvkeep_demotion_blocks_total",
         _COUNTER,
         "Blocks that were to be written to nvme. `dropped`: the queue was full, so they are in ram"
-        " only; many mean that the device is too slow for what is stored.",
+        " only, until it is empty; many mean that the device is too slow for what is stored.",
         (Label("demoted", tuple(Demoted)),),
     ),
     Metric(

@@ -1,9 +1,10 @@
 """Write-through: what was committed goes to nvme, straight from its slots in ram.
 
 A bounded queue of units, pinned meanwhile, so that their slots stay; when it is full, units are
-left out and counted: they live in ram only, until a later unit of their chain takes them along. One
-batch at a time is written and synced, so whoever has a location in the index is on the medium.
-What is written is prefix-closed: a unit counts only when its parent does.
+left out and counted: they live in ram only, until a later unit of their chain takes them along or
+the queue is empty (`left_out`). One batch at a time is written and synced, so whoever has a
+location in the index is on the medium. What is written is prefix-closed: a unit counts only when
+its parent does.
 """
 
 import asyncio
@@ -135,13 +136,29 @@ class Demotion:
             done.set_result(None)
             return done
         # None left: they are queued already, and this is done when what is queued before it is.
-        self._residency.pin(units)
-        self._queued_units.update(units.tolist())
-        self._queue.append(_Queued(units, nbytes, len(blocks), done))
-        self.queued_blocks += len(blocks)
-        self.queued_nbytes += nbytes
-        self._work.set()
+        self._enqueue(_Queued(units, nbytes, len(blocks), done))
         return done
+
+    def take_again(self, unit: int) -> bool:
+        """Takes a unit that a full queue left out, with its ancestors; False = there is no room."""
+        units = self._missing(np.array([unit]))
+        if not len(units):
+            return True
+        blocks = self._residency.columns.blocks_of(units)
+        nbytes = self._residency.nbytes_of(blocks)
+        if not self._has_room(len(blocks), nbytes):
+            return False
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._enqueue(_Queued(units, nbytes, len(blocks), done))
+        return True
+
+    def _enqueue(self, entry: _Queued) -> None:
+        self._residency.pin(entry.units)
+        self._queued_units.update(entry.units.tolist())
+        self._queue.append(entry)
+        self.queued_blocks += entry.blocks
+        self.queued_nbytes += entry.nbytes
+        self._work.set()
 
     async def settle(self) -> None:
         """Waits until all that is queued now is written, or given up."""

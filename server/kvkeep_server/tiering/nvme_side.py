@@ -13,6 +13,7 @@ from kvkeep_server.core.errors import KVKeepError
 from kvkeep_server.policies.reinsertion.used import UsedReinsertion
 from kvkeep_server.tiering.demotion import Demotion, DemotionLimits
 from kvkeep_server.tiering.keyspaces import KeyspaceBook
+from kvkeep_server.tiering.left_out import LeftOut
 from kvkeep_server.tiering.lineage import deepest_first
 from kvkeep_server.tiering.promotion import Promotion
 from kvkeep_server.tiering.records import Records
@@ -100,6 +101,7 @@ class NvmeSide:
             note=self.records.note,
             limits=facts.queue,
         )
+        self._left_out = LeftOut(columns=residency.columns, demotion=self.demotion)
         self.promotion = Promotion(residency=residency, room=room, nvme=self.tier)
         self.recovery = Recovery(
             residency=residency,
@@ -136,6 +138,7 @@ class NvmeSide:
         while True:
             if self._residency.lost:
                 await self.removal.of_lost()
+            self._left_out.offer()
             await asyncio.sleep(_SWEEP_S)
 
     async def drain(self) -> None:

@@ -26,8 +26,12 @@ from kvkeep_server.tiers.record import Rows, is_tombstone
 I64 = NDArray[np.int64]
 U64 = NDArray[np.uint64]
 
-# Units that enter the index without a pause: about 10 ms of the loop.
-_SLICE_UNITS = 4096
+# How long blocks enter the index without a pause, and how many at first and at most.
+_SLICE_S = 0.005
+_SLICE_BLOCKS_FIRST = 256
+_SLICE_BLOCKS_MAX = 8192
+# Rows whose keyspaces are found without a pause: 3 ms.
+_NAMED_ROWS = 4096
 _SHIFT = np.uint64(32)
 
 
@@ -128,8 +132,11 @@ class Recovery:
     async def _parts(self) -> AsyncIterator[Found]:
         async for rows in self._nvme.recover():
             self.counts.records += len(rows)
-            numbers = self._keyspaces_of(rows)
-            yield await asyncio.to_thread(self._mixer.kept, rows, numbers)
+            numbers = []
+            for start in range(0, len(rows), _NAMED_ROWS):
+                numbers.append(self._keyspaces_of(rows[start : start + _NAMED_ROWS]))
+                await asyncio.sleep(0)
+            yield await asyncio.to_thread(self._mixer.kept, rows, np.concatenate(numbers))
 
     def _keyspaces_of(self, rows: Rows) -> NDArray[np.int32]:
         """The number of each block's keyspace, -1 for tombstones and where there can be none."""
@@ -160,16 +167,23 @@ class Recovery:
         return numbers
 
     async def _enter(self, found: Judged) -> None:
-        """Units parents first, a slice at a time."""
+        """Units parents first, as many at a time as the loop can do without."""
+        loop = asyncio.get_running_loop()
         ids = np.full(found.units, -1, np.int64)
         starts = np.append(found.starts, len(found.rows))
         # Once, in a thread, instead of at each doubling.
         await self._room.index_rows(len(found.rows))
-        for start in range(0, found.units, _SLICE_UNITS):
-            stop = min(start + _SLICE_UNITS, found.units)
+        start, blocks = 0, _SLICE_BLOCKS_FIRST
+        while start < found.units:
+            stop = int(np.searchsorted(starts, starts[start] + blocks, side="right")) - 1
+            stop = min(max(stop, start + 1), found.units)
             some = np.arange(starts[start], starts[stop])
             await self._room.index_rows(len(some))
+            began_s = loop.time()
             self._enter_slice(found, some, ids)
+            fast = loop.time() - began_s < _SLICE_S
+            blocks = min(2 * blocks, _SLICE_BLOCKS_MAX) if fast else max(blocks // 2, 1)
+            start = stop
             await asyncio.sleep(0)
 
     def _enter_slice(self, found: Judged, at: I64, ids_of_units: I64) -> None:

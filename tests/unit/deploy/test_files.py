@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from kvkeep_server import daemon
 from kvkeep_server.cli.main import EXIT_CONFIG
 from kvkeep_server.config import memory_plan, parse
 from kvkeep_server.core.memory_limit import MemoryLimit
@@ -27,6 +26,8 @@ from tests.unit.deploy.deployments import (
 
 GiB = 1 << 30
 HOST = MemoryLimit(64 * GiB, 60 * GiB, "test")
+# None of the deployments sets it.
+DRAIN_S = parse("", "nothing", HOST).settings.server.drain_timeout_s
 
 
 @pytest.fixture(params=DEPLOYMENTS)
@@ -143,7 +144,7 @@ def test_the_pod_shares_the_sockets_and_little_else():
     assert spec["securityContext"]["fsGroup"] == int(user.split(":")[1])
     assert "emptyDir" in next(v for v in spec["volumes"] if v["name"] == "kvkeep-run")
     assert not {"hostNetwork", "hostPID", "hostIPC"} & set(spec)
-    assert spec["terminationGracePeriodSeconds"] > daemon._DRAIN_S + 1
+    assert spec["terminationGracePeriodSeconds"] > DRAIN_S + 1
 
 
 def test_the_probes_ask_the_endpoint():
@@ -177,7 +178,7 @@ def test_the_unit_agrees_with_settings_and_daemon():
     assert systemd.runtime_dir == f"/run/{service['RuntimeDirectory']}"
     assert systemd.values["server"]["socket_mode"] == "0660"
     assert int(service["RestartPreventExitStatus"]) == EXIT_CONFIG
-    assert float(service["TimeoutStopSec"]) > daemon._DRAIN_S + 1
+    assert float(service["TimeoutStopSec"]) > DRAIN_S + 1
     assert service["User"] == service["Group"] == "kvkeep"
     # It reads /proc/meminfo for its limit.
     assert "ProcSubset" not in service

@@ -8,12 +8,14 @@ searches for headers, since a payload may hold bytes that look like one.
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvkeep_server.tiers.nvme.directory import Directory
 from kvkeep_server.tiers.nvme.files import Files
 from kvkeep_server.tiers.nvme.scratch import Scratch, ScratchPool
 from kvkeep_server.tiers.nvme.segment_format import (
     FIRST_PAGE,
+    PAGE_MASK,
     SEGMENT_VERSION,
     Footer,
     SegmentHeader,
@@ -32,6 +34,7 @@ from kvkeep_server.tiers.record import (
     RECORD,
     Rows,
     is_block,
+    is_void,
     rows_in_pages,
     stored_checksums_match,
     stored_pages,
@@ -217,6 +220,34 @@ def _verified(
 
 
 # --- taking it in ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Sifted:
+    """Records of a segment, without those that never counted and without voids.
+
+    Attributes:
+        rows: Blocks and tombstones.
+        never_pages: Where the records begin that never counted.
+        voided: Locations of all records that are known never to have counted.
+        newest_ms: The last use of any of `rows`, 0 = there are none.
+    """
+
+    rows: Rows
+    never_pages: list[int]
+    voided: NDArray[np.uint64]
+    newest_ms: int
+
+
+def sift(rows: Rows, voided: NDArray[np.uint64]) -> Sifted:
+    """Applies voids, those of these records among them. Any thread."""
+    voids = is_void(rows)
+    voided = np.append(voided, rows["target"][voids])
+    never = np.isin(rows["location"], voided)
+    pages = (rows["location"][never] & PAGE_MASK).tolist()
+    rows = rows[~never & ~voids]
+    newest_ms = int(rows["last_used_ms"].max()) if len(rows) else 0
+    return Sifted(rows, pages, voided, newest_ms)
 
 
 async def recover_segment(directory: Directory, segment: Segment) -> Rows:

@@ -35,8 +35,8 @@ from kvkeep_server.tiers.nvme.directory import (
 from kvkeep_server.tiers.nvme.files import Files
 from kvkeep_server.tiers.nvme.log import Log
 from kvkeep_server.tiers.nvme.reading import Asked, Read, Statuses, read_blocks
-from kvkeep_server.tiers.nvme.recovery import recover_segment
-from kvkeep_server.tiers.nvme.segment_format import PAGE_MASK, PAGE_MAX
+from kvkeep_server.tiers.nvme.recovery import recover_segment, sift
+from kvkeep_server.tiers.nvme.segment_format import PAGE_MAX
 from kvkeep_server.tiers.nvme.segments import (
     DirectorySettings,
     Segment,
@@ -47,7 +47,6 @@ from kvkeep_server.tiers.nvme.stats import NvmeStats, directory_stats
 from kvkeep_server.tiers.record import (
     Rows,
     checksum_seed,
-    is_void,
     tombstones_of,
 )
 
@@ -185,13 +184,12 @@ class NvmeTier:
         # A void lies in a later segment than the record that it names, or behind it in its own.
         for _, directory, segment in sorted(found, key=lambda entry: -entry[0]):
             rows = await recover_segment(directory, segment)
-            voided = np.append(voided, rows["target"][is_void(rows)])
-            never = np.isin(rows["location"], voided)
-            segment.dead.update((rows["location"][never] & PAGE_MASK).tolist())
-            rows = rows[~never & ~is_void(rows)]
-            if len(rows):
-                self._log_clock.raise_to(int(rows["last_used_ms"].max()))
-                yield rows
+            sifted = await directory.run(partial(sift, rows, voided))
+            voided = sifted.voided
+            segment.dead.update(sifted.never_pages)
+            if len(sifted.rows):
+                self._log_clock.raise_to(sifted.newest_ms)
+                yield sifted.rows
         for log in self._logs:
             await log.directory.unlink_retired()
             log.directory.room_needed.set()

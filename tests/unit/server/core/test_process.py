@@ -43,3 +43,22 @@ def test_memory_is_closed_to_the_same_uid(call, status):
             assert peer.returncode == status
         finally:
             victim.kill()
+
+
+def test_numpy_imports_nothing_more_at_a_first_call():
+    """Found in a recovery: `np.unique` held the event loop for 100 ms, once."""
+    script = """
+import sys
+import numpy as np
+from kvkeep_server.core.process import import_ahead
+import_ahead()
+before = set(sys.modules)
+ids = np.arange(9)
+np.unique(ids, return_inverse=True), np.isin(ids, ids), np.setdiff1d(ids, ids)
+np.intersect1d(ids, ids), np.lexsort((ids, ids))
+print(sorted(set(sys.modules) - before))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "[]\n"

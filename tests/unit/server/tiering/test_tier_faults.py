@@ -10,7 +10,7 @@ from kvkeep_server.core.errors import TierUnavailableError
 from kvkeep_server.core.results import AckLevel, CommitStatus, MissReason
 from tests.fakes.core_harness import Harness, block_of, keys_of, spec
 from tests.fakes.faulty_files import SHORT_WRITE, FaultyFiles
-from tests.fakes.nvme_tier import fast_directory
+from tests.fakes.nvme_tier import fast_directory, until
 
 STORED, FAILED = CommitStatus.STORED, CommitStatus.FAILED
 NBYTES, CHAIN = 30_000, 6
@@ -152,3 +152,69 @@ def test_settling_waits_also_while_the_queue_is_full(monkeypatch):
 
 def blocks(keys):
     return [block_of(key, SPEC.groups[0].block_nbytes) for key in keys]
+
+
+def left_out(core, session, names, monkeypatch):
+    """Stores chains that a full queue leaves out."""
+    opened = core.open(session, SPEC)
+    core.ack = AckLevel.RAM
+    monkeypatch.setattr(core.core.nvme.demotion, "_has_room", lambda *_: False)
+    for name in names:
+        core.put(session, opened, keys_of(name, CHAIN))
+    monkeypatch.undo()
+    return opened
+
+
+def test_what_a_full_queue_left_out_is_taken_when_it_has_room(monkeypatch):
+    with fast_directory() as path, core_over(path) as core:
+        demotion, columns = core.core.nvme.demotion, core.core.residency.columns
+        left_out(core, core.session(), range(8), monkeypatch)
+        dropped = demotion.counts.dropped
+        assert dropped == 8 * CHAIN
+        core.run(until(lambda: demotion.counts.written == dropped))
+        core.run(demotion.settle())
+        assert columns.recorded(columns.in_use()).all()
+        assert demotion.counts.dropped == dropped, "taking them again counted anew"
+        core.check_at_rest()
+
+
+def test_what_was_left_out_never_takes_more_than_the_queue_holds(monkeypatch):
+    """1 MiB holds 34 blocks of 30,000 bytes, and there are 48."""
+    with fast_directory() as path, core_over(path) as core:
+        demotion, most = core.core.nvme.demotion, 0
+        left_out(core, core.session(), range(8), monkeypatch)
+
+        def all_written():
+            nonlocal most
+            most = max(most, demotion.queued_nbytes)
+            return demotion.counts.written == 8 * CHAIN
+
+        core.run(until(all_written))
+        assert 0 < most <= demotion.limits.nbytes_max
+
+
+def test_what_left_ram_or_was_removed_is_not_taken(monkeypatch):
+    with fast_directory() as path, core_over(path) as core:
+        session, demotion = core.session(), core.core.nvme.demotion
+        opened = left_out(core, session, range(3), monkeypatch)
+        core.remove(session, opened, keys_of(0, CHAIN)[:1])
+        core.run(until(lambda: demotion.counts.written == 2 * CHAIN))
+        core.run(demotion.settle())
+        assert demotion.counts.written == 2 * CHAIN
+        core.check_at_rest()
+
+
+def test_a_parent_whose_id_is_higher_goes_first(monkeypatch):
+    """Ids are used again, so their order is not that of the chain."""
+    with fast_directory() as path, core_over(path) as core:
+        session, demotion = core.session(), core.core.nvme.demotion
+        opened = left_out(core, session, range(2), monkeypatch)
+        core.remove(session, opened, keys_of(0, CHAIN)[:1])
+        monkeypatch.setattr(demotion, "_has_room", lambda *_: False)
+        keys = keys_of(1, CHAIN + 4)
+        core.put(session, opened, keys[CHAIN:], parent=keys[CHAIN - 1])
+        columns = core.core.residency.columns
+        assert (columns.parent[columns.in_use()] > columns.in_use()).any()
+        monkeypatch.undo()
+        core.run(until(lambda: demotion.counts.written == CHAIN + 4))
+        core.check_at_rest()
