@@ -111,6 +111,8 @@ class CallSocket:
         self._view = memoryview(self._buffer).cast("B")
         self._unread = bytearray()
         self._lost = ""
+        # What could still arrive is of no use.
+        self._deaf = False
 
     def begin(
         self, method: int, request: Message, timeout_s: float, what: str, *, quick: bool = True
@@ -159,22 +161,23 @@ class CallSocket:
                     self._sleep(pending)
         finally:
             if mine:
-                if self._taking:
-                    self.close()
-                self._taking = self._reading = False
+                self._stop_reading()
             self._waiting.pop(pending.call_id, None)
             self._pass_on()
         return pending.reply
 
     def close(self) -> None:
-        """Calls under way and later ones raise SessionLostError. Idempotent."""
+        """Calls under way, unless their reply is here, and later ones raise SessionLostError.
+
+        Idempotent.
+        """
         self._lost = self._lost or "the session was closed"
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def abandon(self) -> None:
         """In a forked child: let go without a word, for the parent goes on using it."""
-        self._lost = "the session is the parent's"
+        self._lost, self._deaf = "the session is the parent's", True
         self._socket.close()
 
     def __del__(self) -> None:
@@ -221,9 +224,7 @@ class CallSocket:
                 self._read(pending.what)
         finally:
             if mine:
-                if self._taking:
-                    self.close()
-                self._taking = self._reading = False
+                self._stop_reading()
                 self._pass_on()
 
     def _poll(self, events: int, timeout_s: float) -> int:
@@ -271,9 +272,19 @@ class CallSocket:
                 raise DeadlineError(f"{pending.what}: no answer in time")
             self._poll(select.POLLIN, pending.until_s - now_s)
 
+    def _stop_reading(self) -> None:
+        """The turn is over; who was interrupted within it has lost the thread of the stream."""
+        if self._taking:
+            self._deaf = True
+            self.close()
+        self._taking = self._reading = False
+
     def _read(self, what: str) -> bool:
-        """Take what is there; whether there was anything. Errors: those of a lost session."""
-        if self._lost:
+        """Take what is there; whether there was anything. Errors: those of a lost session.
+
+        Also at the end: the daemon answers before it hangs up, and others may know of that first.
+        """
+        if self._deaf:
             raise self._failure(what)
         self._taking = True
         got = _recv(self._fd, self._buffer, _READ_NBYTES, socket.MSG_DONTWAIT)
@@ -282,7 +293,7 @@ class CallSocket:
         self._taking = False
         if got > 0:
             return True
-        if got < 0 and ctypes.get_errno() in _AGAIN:
+        if got < 0 and ctypes.get_errno() in _AGAIN and not self._lost:
             return False
         self._lost = self._lost or _HUNG_UP
         raise self._failure(what)

@@ -193,7 +193,7 @@ class Session:
     def wait_for_chunks(self, chunk_ids: Iterable[int], timeout_s: float) -> Mapping[int, Chunk]:
         """These chunks, mapped.
 
-        Errors: UnavailableError when one does not come in time.
+        Errors: UnavailableError when one does not come in time, SessionLostError.
         """
         needed = set(chunk_ids)
         until_s = time.monotonic() + timeout_s
@@ -201,6 +201,8 @@ class Session:
             chunks = self.chunks
             if needed <= chunks.keys():
                 return {chunk_id: chunks[chunk_id] for chunk_id in needed}
+            if not self.alive:
+                raise SessionLostError("the session that this belongs to has ended")
             left_s = until_s - time.monotonic()
             if left_s <= 0:
                 missing = sorted(needed - chunks.keys())

@@ -38,6 +38,7 @@ from kvkeep_server.core.process import (
     raise_descriptor_limit,
 )
 from kvkeep_server.core.settings_kinds import listen_address
+from kvkeep_server.core.stopping import Stopping
 from kvkeep_server.index.table import IndexTable
 from kvkeep_server.metrics.endpoint import Endpoint
 from kvkeep_server.metrics.readings import Readings
@@ -70,6 +71,7 @@ SOCKET_NAME = "kvkeep.sock"
 FD_SOCKET_NAME = "kvkeep.fd.sock"
 _UPKEEP_PERIOD_S = 0.05
 _HEALTH_PERIOD_S = 0.5
+_GRACE_S = 0.5
 
 _log = logging.getLogger(__name__)
 
@@ -245,6 +247,7 @@ class Daemon:
         directory = Path(self._settings.server.runtime_dir)
         ownership = Ownership(directory, server_epoch=self._server_epoch)
         ownership.acquire()
+        stopping = Stopping()
         try:
             forbid_inspection()
             raise_descriptor_limit()
@@ -260,16 +263,16 @@ class Daemon:
             )
             try:
                 await core.ram.grow()
-                async with _nvme_at_work(core.nvme, self._draining.left_s):
-                    await self._serve(core, directory)
+                async with _nvme_at_work(core.nvme, stopping, self._draining.left_s):
+                    await self._serve(core, directory, stopping)
             finally:
                 core.close()
         finally:
             ownership.release()
         return 0
 
-    async def _serve(self, core: Core, directory: Path) -> None:
-        stop = _stop_signal()
+    async def _serve(self, core: Core, directory: Path, stopping: Stopping) -> None:
+        stopping.listen()
         # One pool for all that blocks; asyncio's own would be as large as the host.
         asyncio.get_running_loop().set_default_executor(core.executor)
         server, handover, readings = self._front(core, directory)
@@ -296,7 +299,7 @@ class Daemon:
                 _tell_health(server, core.nvme),
             )
         )
-        stopped = asyncio.create_task(stop.wait())
+        stopped = asyncio.create_task(stopping.wanted.wait())
         try:
             # Upkeep ends by a broken invariant only: then it is better not to serve at all.
             await asyncio.wait((stopped, upkeep), return_when=asyncio.FIRST_COMPLETED)
@@ -310,12 +313,12 @@ class Daemon:
             self._draining.begin(timeout_s := self._settings.server.drain_timeout_s)
             core.sessions.tell_all("draining", {"grace_ms": round(timeout_s * 1000)})
             handover.stop_listening()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(core.service.finish(), self._draining.left_s())
+            await stopping.last(core.service.finish(), self._draining.left_s())
             upkeep.cancel()
             for session in core.sessions:
                 core.sessions.end(session.session_id, "daemon stops")
-            await server.stop(0.5)  # for what is still answered
+            # For what is still answered.
+            await server.stop(0 if stopping.hurried.is_set() else _GRACE_S)
             handover.close()
             scraped.close()
             _unlink_sockets(directory)
@@ -391,10 +394,10 @@ def _manager(
 
 @contextlib.asynccontextmanager
 async def _nvme_at_work(
-    nvme: NvmeSide | None, drain_left_s: Callable[[], float]
+    nvme: NvmeSide | None, stopping: Stopping, drain_left_s: Callable[[], float]
 ) -> AsyncIterator[None]:
     """Begins to serve at once and recovers behind; at the end writes what is in ram only, as far as
-    the time goes that is left then.
+    the time goes that is left then, or until a second signal.
 
     Raises:
         FailedPreconditionError: A directory is another daemon's, or not to be used.
@@ -411,8 +414,7 @@ async def _nvme_at_work(
     work.add_done_callback(_stop_when_broken)
     try:
         yield
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(nvme.drain(), drain_left_s())
+        await stopping.last(nvme.drain(), drain_left_s())
     finally:
         work.cancel()
         await asyncio.gather(work, return_exceptions=True)
@@ -467,14 +469,6 @@ def _scraped(listen: str, readings: Readings, clock: Clock) -> contextlib.ExitSt
 def _unlink_sockets(directory: Path) -> None:
     for name in (SOCKET_NAME, FD_SOCKET_NAME):
         (directory / name).unlink(missing_ok=True)
-
-
-def _stop_signal() -> asyncio.Event:
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    return stop
 
 
 async def _upkeep(core: Core, clock: Clock, session_timeout_s: float, loop_lag: Histogram) -> None:

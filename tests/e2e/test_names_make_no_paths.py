@@ -100,7 +100,7 @@ def use_names(daemon, count: int) -> tuple[int, int]:
                 continue
             opened += 1
             if turn % 50 == 0:
-                assert store_chain(namespace, keys).stored == 2
+                assert store_chain(namespace, keys, ack="nvme").stored == 2
                 with namespace.acquire(keys) as acquired:
                     assert acquired.leased == 2
         with pytest.raises(kvkeep.InvalidArgumentError):
@@ -110,14 +110,24 @@ def use_names(daemon, count: int) -> tuple[int, int]:
     return opened, refused
 
 
-def outside(runtime_dir: Path, paths: list[str]) -> list[str]:
+def config(directory: Path) -> str:
+    """With an nvme directory, too."""
+    path = f'directories = ["{directory}/nvme"]'
+    return f'{CONFIG}[nvme]\n{path}\nmax = "64MiB"\nsegment = "1MiB"\nfree_min = "1MiB"\n'
+
+
+def outside(daemon: DaemonProcess, paths: list[str]) -> list[str]:
     """Paths that are neither the daemon's own nor the system's."""
+    kept = re.compile(
+        re.escape(f"{daemon.directory}/nvme") + r"(/([0-9a-f]{8}\.kvks|kvkeep\.lock)?)?"
+    )
     return [
         path
         for path in paths
         if path.startswith("/")
-        and not path.startswith((f"{runtime_dir}/", *MODULES))
+        and not path.startswith((f"{daemon.runtime_dir}/", *MODULES))
         and not SYSTEM.fullmatch(path)
+        and not kept.fullmatch(path)
     ]
 
 
@@ -125,7 +135,7 @@ def outside(runtime_dir: Path, paths: list[str]) -> list[str]:
 def test_no_name_becomes_a_path(tmp_path, promise_count):
     events = tmp_path / "events"
     program = (sys.executable, "-m", "tests.e2e.audited_daemon", str(events))
-    daemon = DaemonProcess(tmp_path / "daemon", CONFIG, program)
+    daemon = DaemonProcess(tmp_path / "daemon", config(tmp_path / "daemon"), program)
     try:
         daemon.start()
         before = events.read_text().count("\n")
@@ -140,8 +150,11 @@ def test_no_name_becomes_a_path(tmp_path, promise_count):
     # The hook works: the session's memory was handed over by reopening it.
     assert seen
     assert [event for event in seen if any(CANARY in text for text in event)] == []
-    assert outside(daemon.runtime_dir, [text for event in seen for text in event[1:]]) == []
+    assert outside(daemon, [text for event in seen for text in event[1:]]) == []
     assert set(os.listdir(daemon.runtime_dir)) == {"kvkeep.lock"}
+    kept = set(os.listdir(daemon.directory / "nvme"))
+    assert len(kept) > 1
+    assert all(re.fullmatch(r"[0-9a-f]{8}\.kvks|kvkeep\.lock", name) for name in kept)
     daemon.check_log()
 
 
@@ -163,7 +176,7 @@ def test_strace_sees_no_path_of_a_name(tmp_path):
         f"trace={calls},symlink,symlinkat,truncate,chdir",
     )
     program = (*trace, "-o", str(log), sys.executable, "-m", "kvkeep_server")
-    daemon = DaemonProcess(tmp_path / "daemon", CONFIG, program)
+    daemon = DaemonProcess(tmp_path / "daemon", config(tmp_path / "daemon"), program)
     try:
         daemon.start(wait_s=60.0)
         started_s = time.time()
@@ -179,4 +192,4 @@ def test_strace_sees_no_path_of_a_name(tmp_path):
     late = [line for line in lines if float(line.split(maxsplit=2)[1]) > started_s]
     assert len(lines) > 100 + len(late) > 100
     paths = re.findall(r'"((?:[^"\\]|\\.)*)"', "\n".join(late))
-    assert outside(daemon.runtime_dir, paths) == []
+    assert outside(daemon, paths) == []

@@ -278,6 +278,7 @@ def hammer(directory: Path, seed: int, failures: list[str]) -> None:
 
 
 def test_workers_that_store_read_and_remove(daemon, where):
+    """B040, by real clients."""
     failures: list[str] = []
     workers = [
         threading.Thread(target=hammer, args=(daemon.runtime_dir, seed, failures))

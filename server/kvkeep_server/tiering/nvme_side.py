@@ -29,6 +29,8 @@ _WRITE_THREADS = 4
 _SWEEP_S = 0.05
 # Offered to the queue at once while draining.
 _DRAINED_UNITS = 256
+# Of each directory, in the log.
+_NAMED_MAX = 20
 
 _log = logging.getLogger(__name__)
 
@@ -131,8 +133,17 @@ class NvmeSide:
             counts = self.recovery.counts
             extra = {"records": counts.records, "blocks": counts.blocks, "useless": counts.useless}
             _log.info("nvme: recovered", extra=extra)
+            self._name_unused()
         finally:
             self._book.recovered()
+
+    def _name_unused(self) -> None:
+        """Files that take room and are of no use are named, some of them."""
+        for directory in self.tier.stats().directories:
+            for path, reason in list(directory.skipped.items())[:_NAMED_MAX]:
+                _log.warning("nvme: of no use", extra={"path": path, "reason": reason})
+            for name in directory.foreign[:_NAMED_MAX]:
+                _log.info("nvme: not ours", extra={"path": f"{directory.path}/{name}"})
 
     async def _sweep(self) -> None:
         while True:

@@ -186,8 +186,10 @@ class Residency(Arrivals):
         self._publish(blocks)
 
     def forget(self, blocks: I64, reason: MissReason) -> None:
-        """The records of these blocks are no more. Units that no tier has whole are `lost`; those
-        that left the index meanwhile are counted out already."""
+        """The records of these blocks are no more. Units that no tier has whole are `lost`.
+
+        Of those that left the index all of that is done: who read them may not know yet.
+        """
         blocks = blocks[(self.columns.nvme[blocks] != 0) & (self.columns.row[blocks] >= 0)]
         self._count_out(TierId.NVME, blocks, reason)
         self.columns.nvme[blocks] = 0

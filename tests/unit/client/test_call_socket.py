@@ -86,6 +86,23 @@ def test_a_call_and_its_reply(peer, quick):
     assert worker.result() == (8, 1.5, b"sentence")
 
 
+@pytest.mark.parametrize("asleep", [True, False])
+def test_a_reply_that_came_before_the_end_counts(peer, asleep):
+    """A daemon that stops answers and hangs up. Whoever learns of the end first must not throw the
+    answer away: what was committed was committed."""
+    pending = peer.calls.begin(METHOD, REQUEST, LONG_S, "Commit", quick=not asleep)
+    other = peer.calls.begin(METHOD, REQUEST, LONG_S, "Release")
+    _, call_id, _ = peer.take()
+    peer.answer(call_id, b"stored")
+    peer.calls.close()
+    peer.sock.close()
+    assert peer.calls.wait(pending).payload == b"stored"
+    with pytest.raises(SessionLostError, match="the session was closed"):
+        peer.calls.wait(other)
+    with pytest.raises(SessionLostError, match="the session was closed"):
+        peer.call()
+
+
 def test_replies_in_any_order_and_in_any_pieces(peer):
     pending = [peer.calls.begin(METHOD, REQUEST, LONG_S, "Release") for _ in range(40)]
     ids = [peer.take()[1] for _ in pending]

@@ -68,6 +68,7 @@ def story(core, acked):
     core.check_at_rest()
 
 
+@pytest.mark.promise("P03", gate=1, unit="kinds of failure, at every call under both tiers")
 @pytest.mark.parametrize("effect", EFFECTS)
 def test_every_call_fails_once(effect):
     number, failed = 1, True

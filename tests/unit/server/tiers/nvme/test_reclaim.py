@@ -171,6 +171,7 @@ class SlowReads(DiskFiles):
 
 
 def test_a_segment_that_goes_while_it_is_read_keeps_its_file_until_then(make, owner, tmp_path):
+    """B017: a slow read of what is reclaimed meanwhile gets the right bytes."""
     files = SlowReads()
     tier = make(files=files)
 
