@@ -37,9 +37,9 @@ from kvkeep_server.service.commit_orders import CommitOrder
 from kvkeep_server.service.namespaces import NamespaceSet, OpenedNamespace
 from kvkeep_server.service.sessions import Event
 from kvkeep_server.service.spec import GROUPS_MAX, SWITCHES_NBYTES_MAX, GroupSpec, NamespaceSpec
-from kvkeep_server.tiering.columns import BlockColumns
 from kvkeep_server.tiering.manager import Grant, Prefix
 from kvkeep_server.tiering.removal import Removed
+from kvkeep_server.tiering.residency import Residency
 
 RETRY_AFTER_KEY = "kvkeep-retry-after-ms"
 
@@ -263,7 +263,7 @@ def lookup_message(opened: OpenedNamespace, prefix: Prefix) -> pb.LookupResponse
 
 
 def grant_message(
-    grant: Grant, asked: int, columns: BlockColumns, life_s: float
+    grant: Grant, asked: int, residency: Residency, life_s: float
 ) -> pb.AcquireResponse:
     """Answer to Acquire."""
     status = bytearray([BlockStatus.MISS]) * asked
@@ -284,11 +284,12 @@ def grant_message(
             pb.LeasedColumn(
                 rank=needed.keyspace.rank,
                 group=needed.keyspace.group,
-                addresses=columns.address[needed.ids].tobytes(),
-                generations=columns.generation[needed.ids].tobytes(),
+                addresses=addresses.tobytes(),
+                generations=generations.tobytes(),
                 positions=_packed(needed.positions),
             )
             for needed in grant.columns
+            for addresses, generations in [residency.slots_of(needed.ids)]
         ],
         runs=_runs(grant.prefix),
         ended=pb.MissReason.ValueType(grant.prefix.ended),

@@ -122,7 +122,7 @@ class Leases:
             set_id,
             units,
             blocks,
-            self._residency.columns.generation[blocks],
+            self._residency.generations_of(blocks),
             nbytes,
             self._clock.monotonic_s() + ttl_s,
             {session_id},
@@ -222,7 +222,7 @@ class Leases:
             self._of_session.setdefault(session_id, set()).add(lease_id)
             heapq.heappush(self._due, (lease.expires_s, lease_id))
             return RenewStatus.RENEWED
-        if not (self._residency.columns.generation[lease.blocks] == lease.generations).all():
+        if not (self._residency.generations_of(lease.blocks) == lease.generations).all():
             return RenewStatus.LOST
         self._forget(lease_id)
         lease.expires_s = expires_s
