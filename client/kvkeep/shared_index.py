@@ -29,6 +29,7 @@ STATE_LIVE: Final = 1
 
 _ELEMENTS_MAX: Final = 496  # of one numpy call that keeps the GIL, rounded down to whole columns
 _ROW_READS_MAX: Final = 3
+_STEP_MASK: Final = 15
 _SCRATCHES_KEPT: Final = 8
 _MASK: Final = 2**64 - 1
 
@@ -148,7 +149,7 @@ class IndexTable:
         epoch, found_id, buckets, rows, nbytes = header[3:8]
         if (found_id, epoch, nbytes) != (table_id, server_epoch, len(region)):
             raise RegionError(f"index table {table_id}: its header describes another table")
-        if not 0 < buckets < 2**31 or rows != buckets * BUCKET_ROWS:
+        if not 0 < buckets < 2**31 or not buckets & 1 or rows != buckets * BUCKET_ROWS:
             raise RegionError(f"index table {table_id}: {buckets} buckets, {rows} rows")
         self.table_id = table_id
         self.rows: int = rows
@@ -386,11 +387,11 @@ class IndexTable:
 
     def _probe_on(self, tag: int, bucket: int) -> int:
         """Row of a tag that its home bucket does not show, or -1."""
-        tags, passed = self._tag_view, self._passed_view
+        tags, passed, step = self._tag_view, self._passed_view, 1 << (tag & _STEP_MASK)
         for _ in range(min(PROBED_BUCKETS_MAX, self._buckets) - 1):
             if not passed[bucket]:
                 break
-            bucket = bucket + 1 if bucket + 1 < self._buckets else 0
+            bucket = (bucket + step) % self._buckets
             first = bucket * BUCKET_ROWS
             line = tags[first : first + BUCKET_ROWS].tolist()
             if tag in line:

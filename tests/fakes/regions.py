@@ -110,6 +110,7 @@ class FakeIndex(FakeRegion):
     ) -> None:
         rng = random.Random(seed)
         self.table_id = table_id
+        buckets |= 1
         self.buckets, self.rows = buckets, 8 * buckets
         self.a = [rng.getrandbits(64) | 1 for _ in range(16)]
         self.b = [rng.getrandbits(64) | 1 for _ in range(16)]
@@ -141,7 +142,7 @@ class FakeIndex(FakeRegion):
         tag, check = fingerprint(self.a, self.b, namespace_id, group, key)
         home = home_bucket(tag, self.buckets)
         for step in range(min(64, self.buckets)):
-            first = (home + step) % self.buckets * 8
+            first = (home + (step << (tag & 15))) % self.buckets * 8
             tags = self.tag[first : first + 8].tolist()
             if tag in tags:
                 row = first + tags.index(tag)
@@ -157,7 +158,7 @@ class FakeIndex(FakeRegion):
         tag, check = fingerprint(self.a, self.b, namespace_id, group, key)
         row = self.row_of(namespace_id, group, key)
         if row is None:
-            row = self._free_row(home_bucket(tag, self.buckets))
+            row = self._free_row(tag)
             self._pass_by(tag, row, 1)
         self.version[row] += 1
         self.check[row], self.place[row] = check, address | on_nvme << 63
@@ -165,9 +166,9 @@ class FakeIndex(FakeRegion):
         self.version[row] += 1
         return row
 
-    def _free_row(self, home: int) -> int:
+    def _free_row(self, tag: int) -> int:
         for step in range(min(64, self.buckets)):
-            first = (home + step) % self.buckets * 8
+            first = (home_bucket(tag, self.buckets) + (step << (tag & 15))) % self.buckets * 8
             for row in range(first, first + 8):
                 if not self.tag[row]:
                     return row
@@ -186,7 +187,7 @@ class FakeIndex(FakeRegion):
         bucket = home_bucket(tag, self.buckets)
         while bucket != row // 8:
             self.passed[bucket] += change
-            bucket = (bucket + 1) % self.buckets
+            bucket = (bucket + (1 << (tag & 15))) % self.buckets
 
     def fill(
         self,
@@ -212,7 +213,8 @@ class FakeIndex(FakeRegion):
             np.add.at(used, of[fits], 1)
             pending = ordered[~fits]
             np.add.at(self.passed, bucket[pending], 1)
-            bucket[pending] = (bucket[pending] + 1) % self.buckets
+            steps = np.left_shift(1, (tag[pending] & np.uint64(15)).astype(np.int64))
+            bucket[pending] = (bucket[pending] + steps) % self.buckets
 
 
 class FakeTouchRing(FakeRegion):

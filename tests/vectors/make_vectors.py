@@ -113,11 +113,11 @@ def chunk_header() -> dict[str, Any]:
 
 
 def index_table(rng: random.Random) -> dict[str, Any]:
-    """Section 4: a whole table of two buckets: a full one, from which two rows ran over into the
-    other one, and a row that was removed again."""
+    """Section 4: a whole table of three buckets: a full one, from which two rows ran over into the
+    next ones, and a row that was removed again."""
     a = [rng.getrandbits(64) | 1 for _ in range(16)]
     b = [rng.getrandbits(64) | 1 for _ in range(16)]
-    buckets, column_nbytes = 2, 4096
+    buckets, column_nbytes = 3, 4096
     rows = 8 * buckets
     offsets = [4096 + i * column_nbytes for i in range(5)]
     nbytes = 4096 + 5 * column_nbytes
@@ -137,7 +137,7 @@ def index_table(rng: random.Random) -> dict[str, Any]:
         removed = number == 11
         runs_over = 8 <= number < 10
         passed[0] += runs_over
-        bucket = 1 if runs_over else wanted
+        bucket = (1 << (tag & 15)) % buckets if runs_over else wanted
         row = 8 * bucket + sum(tag != 0 for tag in columns[0][8 * bucket : 8 * bucket + 8])
         address = 0 if removed else 5 + 14 * number
         on_nvme = not removed and number % 3 == 0

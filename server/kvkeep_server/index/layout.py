@@ -46,6 +46,7 @@ assert _HEADER.size == 384
 ON_NVME = np.uint64(1 << 63)
 
 _MASK = (1 << 64) - 1
+_STEP_MASK = np.uint64(15)
 _U32 = np.uint64(32)
 _U29 = np.uint64(29)
 
@@ -55,7 +56,8 @@ class Geometry:
     """Sizes of one table.
 
     Attributes:
-        buckets: Number of buckets of `BUCKET_ROWS` rows.
+        buckets: Number of buckets of `BUCKET_ROWS` rows, odd, so that every way of probing comes to
+            all of them.
         offsets: Byte offset of each column of `COLUMNS` in the file.
         nbytes: Size of the file.
     """
@@ -72,7 +74,7 @@ class Geometry:
     @classmethod
     def for_rows(cls, rows: int) -> "Geometry":
         """The smallest table of at least `rows` rows."""
-        buckets = max(1, -(-rows // BUCKET_ROWS))
+        buckets = max(1, -(-rows // BUCKET_ROWS)) | 1
         offsets, at = [], PAGE_NBYTES
         for _, kind, rows_each in COLUMNS:
             offsets.append(at)
@@ -155,6 +157,12 @@ def home_buckets(tags: NDArray[np.uint64], buckets: int) -> NDArray[np.int64]:
     home *= np.uint64(buckets)
     home >>= _U32
     return home.view(np.int64)
+
+
+def probe_steps(tags: NDArray[np.uint64]) -> NDArray[np.int64]:
+    """How far from one bucket to the next the probing of each tag goes."""
+    steps: NDArray[np.int64] = np.left_shift(1, (tags & _STEP_MASK).view(np.int64))
+    return steps
 
 
 def encode_header(

@@ -25,6 +25,7 @@ from kvkeep_server.index.layout import (
     Multipliers,
     encode_header,
     home_buckets,
+    probe_steps,
 )
 
 U64 = NDArray[np.uint64]
@@ -38,6 +39,7 @@ _LANE_OF_BYTE = np.uint64(0x0001020304050607)
 _U56 = np.uint64(56)
 _ZERO = np.uint64(0)
 _ONE = np.uint64(1)
+_ONE_MORE = np.uint16(1)
 _EMPTY = np.uint64(TAG_EMPTY)
 _ADDRESS = ~ON_NVME
 
@@ -121,12 +123,14 @@ class IndexTable:
         bucket = home_buckets(tags, buckets)
         rows, more = self._probe(tags, bucket)
         pending = np.flatnonzero(more)
-        for step in range(1, PROBED_BUCKETS_MAX):
+        bucket, steps = bucket[pending], probe_steps(tags[pending])
+        for _ in range(1, PROBED_BUCKETS_MAX):
             if not len(pending):
                 break
-            found, more = self._probe(tags[pending], (bucket[pending] + step) % buckets)
+            bucket = (bucket + steps) % buckets
+            found, more = self._probe(tags[pending], bucket)
             rows[pending] = found
-            pending = pending[more]
+            pending, bucket, steps = pending[more], bucket[more], steps[more]
         if rows.max(initial=-1) < 0:
             return rows, None
         collides = self._check[rows] != checks
@@ -170,7 +174,7 @@ class IndexTable:
             self._write(rows, tags, checks, places)
             self.ids[rows] = ids
             return rows
-        home = bucket.copy()
+        steps, passing = probe_steps(tags), [np.empty(0, np.int64)]
         rows = np.full(len(tags), -1, np.int64)
         pending = np.arange(len(tags))
         for _ in range(min(PROBED_BUCKETS_MAX, self.geometry.buckets)):
@@ -182,10 +186,11 @@ class IndexTable:
                 pending = np.setdiff1d(pending, placed, assume_unique=True)
             if not len(pending):
                 # Before the rows: who sees one of them must get to it.
-                self._count_passing(self._passed, home, rows, 1)
+                np.add.at(self._passed, np.concatenate(passing), _ONE_MORE)
                 self._write(rows, tags, checks, places)
                 return rows
-            bucket[pending] = (bucket[pending] + 1) % self.geometry.buckets
+            passing.append(bucket[pending])
+            bucket[pending] = (bucket[pending] + steps[pending]) % self.geometry.buckets
         self.ids[rows[rows >= 0]] = -1
         msg = f"index table with {self.geometry.rows} rows, {self.live_rows} of them used"
         raise TableFullError(msg)
@@ -239,26 +244,28 @@ class IndexTable:
         """Takes rows out. They must be live and differ from each other."""
         if not len(rows):
             return
-        home = home_buckets(self._tag[rows], self.geometry.buckets)
+        passing = self._passing(rows)
         self._version[rows] += np.uint32(1)
         self._tag[rows] = _EMPTY
         self._places[rows] = 0
         self._version[rows] += np.uint32(1)
         self.ids[rows] = -1
         self.live_rows -= len(rows)
-        self._count_passing(self._passed, home, rows, -1)
+        np.subtract.at(self._passed, passing, _ONE_MORE)
 
-    def _count_passing(self, passed: NDArray[np.uint16], home: I64, rows: I64, change: int) -> None:
-        """Counts, in the buckets between home and row, that these rows came by, or (-1) left."""
-        buckets = self.geometry.buckets
-        away = (rows // BUCKET_ROWS - home) % buckets
-        further = np.flatnonzero(away)
-        step = 0
-        while len(further):
-            at = (home[further] + step) % buckets
-            np.add.at(passed, at, np.array(change).astype(np.uint16))
-            step += 1
-            further = further[away[further] > step]
+    def _passing(self, rows: I64) -> I64:
+        """The buckets that these live rows ran over on the way from home, each as often as that."""
+        tags, at = self._tag[rows], rows // BUCKET_ROWS
+        bucket = home_buckets(tags, self.geometry.buckets)
+        away = np.flatnonzero(bucket != at)
+        bucket, at, steps = bucket[away], at[away], probe_steps(tags[away])
+        passing = [np.empty(0, np.int64)]
+        while len(at):
+            passing.append(bucket)
+            bucket = (bucket + steps) % self.geometry.buckets
+            further = bucket != at
+            bucket, at, steps = bucket[further], at[further], steps[further]
+        return np.concatenate(passing)
 
     def address_of(self, rows: I64 | NDArray[np.int32]) -> U64:
         """Addresses in ram, 0 where a row has none."""
@@ -306,8 +313,7 @@ class IndexTable:
         found, collides = self.find(self._tag[rows], self._check[rows])
         assert collides is None or not collides.any(), "two rows of one tag"
         assert (found == rows).all(), "a live row is out of reach"
-        passed = np.zeros_like(self._passed)
-        self._count_passing(passed, home_buckets(self._tag[rows], self.geometry.buckets), rows, 1)
+        passed = np.bincount(self._passing(rows), minlength=len(self._passed))
         assert (passed == self._passed).all(), "rows that passed a bucket"
 
     def check_counts(self) -> None:

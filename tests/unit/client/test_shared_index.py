@@ -115,22 +115,24 @@ def test_other_namespace_group_or_length_is_a_miss():
     assert short.table.find(seed, Words(long_key, 32), 1).blocks == 0
 
 
-def test_a_full_bucket_overflows_into_the_next_and_around_the_end():
-    setup = Setup(buckets=4)
+def test_a_full_bucket_overflows_into_others_and_around_the_end():
+    setup = Setup(buckets=5)
     keys = setup.keys_of_bucket(3, 20)
     rows = [setup.insert(key) for key in keys]
-    assert {row // 8 for row in rows} == {3, 0, 1}
+    assert {row // 8 for row in rows} > {3}
+    assert any(row // 8 < 3 for row in rows)
     assert setup.find(keys).blocks == 20
-    for key in setup.keys_of_bucket(3, 3):
-        assert setup.find([key]).blocks == 0
+    for home in range(5):
+        for key in setup.keys_of_bucket(home, 3):
+            assert setup.find([key]).blocks == 0
 
 
 def test_a_completely_full_table_ends_a_search():
-    setup = Setup(buckets=2)
-    keys = setup.keys(16)
+    setup = Setup(buckets=3)
+    keys = setup.keys(24)
     for key in keys:
         setup.insert(key)
-    assert setup.find(keys).blocks == 16
+    assert setup.find(keys).blocks == 24
     assert setup.find(setup.keys(1)).blocks == 0
 
 

@@ -103,7 +103,8 @@ def test_entries_of_the_vectors_have_the_fingerprints_of_their_rows():
 @given(rows=st.integers(1, 1 << 40))
 def test_geometry_has_room_for_every_column(rows):
     geometry = Geometry.for_rows(rows)
-    assert rows <= geometry.rows < rows + layout.BUCKET_ROWS
+    assert rows <= geometry.rows < rows + 2 * layout.BUCKET_ROWS
+    assert geometry.buckets % 2 == 1
     ends = [
         offset + geometry.rows // rows_each * np.dtype(kind).itemsize
         for offset, (_, kind, rows_each) in zip(geometry.offsets, layout.COLUMNS, strict=True)
