@@ -174,7 +174,7 @@ class Readings:
             (RowState.FREE, table.geometry.rows - table.live_rows),
         ):
             yield Reading("kvkeep_index_rows", (value_of(state),), rows)
-        yield Reading("kvkeep_index_bytes", (), table.nbytes + residency.columns.nbytes)
+        yield Reading("kvkeep_index_bytes", (), residency.index_nbytes)
         yield Reading("kvkeep_index_rebuilds_total", (), residency.rebuilds_total)
         yield Reading("kvkeep_index_collisions_total", (), residency.collisions_total)
 

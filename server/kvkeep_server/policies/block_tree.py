@@ -31,6 +31,11 @@ class BlockTree:
         """Ids below this have a place in the arrays."""
         return len(self._state)
 
+    @property
+    def nbytes(self) -> int:
+        """Of the arrays."""
+        return self._state.nbytes + self._parents.nbytes + self._children.nbytes
+
     def insert(self, ids: BlockIds, parents: BlockIds) -> None:
         """Adds blocks, unpinned and without children."""
         if len(ids) == 0:

@@ -112,7 +112,7 @@ class AdminServicer(pb_grpc.AdminServicer):
             rows=table.geometry.rows,
             blocks=table.live_rows,
             rebuilds=residency.rebuilds_total,
-            nbytes=table.nbytes + residency.columns.nbytes,
+            nbytes=residency.index_nbytes,
         )
 
     @unary

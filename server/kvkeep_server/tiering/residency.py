@@ -73,6 +73,11 @@ class Residency(Arrivals):
         return self.held[TierId.RAM].nbytes
 
     @property
+    def index_nbytes(self) -> int:
+        """Bytes of the table, the columns and what the policy keeps; full keys not counted."""
+        return self.table.nbytes + self.columns.nbytes + self._policy.nbytes
+
+    @property
     def left(self) -> dict[MissReason, int]:
         """Blocks that left ram and did not stay on nvme, by reason."""
         return self.held[TierId.RAM].left

@@ -28,6 +28,7 @@ from kvkeep_server.policies.block_tree import BlockTree
 # third of its room.
 _ID_BITS = 32
 _ID_MASK = (1 << _ID_BITS) - 1
+_ENTRY_NBYTES = 40
 # `near` gets one part in this many of the leaves. More parts: `far` is looked through more often.
 # Fewer: one call may have to skip a longer run of touched leaves.
 _NEAR_SHARE = 32
@@ -60,6 +61,12 @@ class LruEviction:
         # What the last call of `victims` named. Usually gone by the next call, so put back no
         # sooner than then.
         self._named: list[int] = []
+
+    @property
+    def nbytes(self) -> int:
+        """See `EvictionPolicy`."""
+        arrays = self._tree.nbytes + self._stamps.nbytes + self._queued.nbytes
+        return arrays + len(self._far) * self._far.itemsize + len(self._near) * _ENTRY_NBYTES
 
     def insert(
         self,
