@@ -200,24 +200,24 @@ def unchanged(
     count = len(addresses)
     for start in range(0, count, PIECE_KEYS):
         piece = addresses[start : min(start + PIECE_KEYS, count)]
-        now = _generations_at(chunks, piece)
+        now = generations_at(chunks, piece)
         changed: int = (now != generations[start : start + len(piece)]).tobytes().find(1)
         if changed >= 0:
             return start + changed
     return count
 
 
-def _generations_at(
+def generations_at(
     chunks: Mapping[int, Chunk], addresses: NDArray[np.uint64]
 ) -> NDArray[np.uint64]:
-    """Generations of at most PIECE_KEYS slots in mapped chunks."""
+    """Generations of at most PIECE_KEYS slots; 1, an odd one, where no chunk is mapped."""
     ids = addresses >> _U32_BITS
     pages = (addresses & _U32_MASK).view(np.int64)
     numbers = set(ids.tolist())
-    if len(numbers) == 1:
-        return chunks[numbers.pop()].generations_at(pages)
-    generations = np.empty(len(addresses), dtype=np.uint64)
-    for number in numbers:
+    if len(numbers) == 1 and (chunk := chunks.get(next(iter(numbers)))) is not None:
+        return chunk.generations_at(pages)
+    generations = np.ones(len(addresses), dtype=np.uint64)
+    for number in numbers & chunks.keys():
         here = (ids == np.uint64(number)).nonzero()[0]
         generations[here] = chunks[number].generations_at(pages[here])
     return generations

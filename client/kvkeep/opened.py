@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvkeep.copying import generations_at
 from kvkeep.group_rules import BoundaryRule, longest_usable, tokens_of_a_key
 from kvkeep.shared_index import NOTHING, Found, Rows
 from kvkeep.shared_memory import NO_ROW
@@ -212,7 +214,9 @@ class Opened:
         table = self.session.table()
         if table is None:
             return Rows(NOTHING, [])
-        return table.find_rows(self._seed(table, rank, group), words, words.count)
+        generations_of = partial(generations_at, self.session.chunks)
+        seed = self._seed(table, rank, group)
+        return table.find_rows(seed, words, words.count, generations_of)
 
     @property
     def answers(self) -> bool:

@@ -12,6 +12,7 @@ busy thread took 57 ms in one piece and take 0.4 ms so.
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -28,6 +29,7 @@ STATE_LIVE: Final = 1
 
 _ELEMENTS_MAX: Final = 496  # of one numpy call that keeps the GIL, rounded down to whole columns
 _ROW_READS_MAX: Final = 3
+_STEP_MASK: Final = 15
 _SCRATCHES_KEPT: Final = 8
 _MASK: Final = 2**64 - 1
 
@@ -40,10 +42,14 @@ def _constant(value: int) -> NDArray[np.uint64]:
 _SHIFT_29 = _constant(29)
 _SHIFT_32 = _constant(32)
 _SHIFT_56 = _constant(56)
-_LOWEST_TAG = _constant(2)
+_LOWEST_TAG = _constant(1)
 _ZERO = _constant(0)
 _SEVEN = _constant(7)
 _ODD = np.array(1, dtype=np.uint32)
+_ODD_GENERATION = _constant(1)
+# Of a row's place: whether nvme has the block, and its address in ram.
+_ON_NVME = _constant(1 << 63)
+_ADDRESS = _constant(2**63 - 1)
 # A found entry leaves one byte of 1 among a bucket's eight. Times this, the top byte is the place
 # of that byte.
 _POSITION = _constant(sum(k << (56 - 8 * k) for k in range(8)))
@@ -70,6 +76,10 @@ NOTHING: Final = Found(0, NO_ROW, 0)
 
 Places: TypeAlias = "list[tuple[NDArray[np.uint64], NDArray[np.uint64]]]"
 """Addresses and generations of successive keys, in pieces that numpy handles under the GIL."""
+
+
+GenerationsOf: TypeAlias = "Callable[[NDArray[np.uint64]], NDArray[np.uint64]]"
+"""Generations of the slots at these addresses now; odd ones where nothing is mapped."""
 
 
 class Rows(NamedTuple):
@@ -130,7 +140,7 @@ class _Scratch:
 class IndexTable:
     """One mapped index table. Any thread may read."""
 
-    _HEADER = struct.Struct("<8sIIQQQQQ6Q")
+    _HEADER = struct.Struct("<8sIIQQQQQ5Q")
 
     def __init__(self, region: memoryview, *, table_id: int, server_epoch: int) -> None:
         """Errors: RegionError when the header contradicts the description or the file."""
@@ -139,7 +149,7 @@ class IndexTable:
         epoch, found_id, buckets, rows, nbytes = header[3:8]
         if (found_id, epoch, nbytes) != (table_id, server_epoch, len(region)):
             raise RegionError(f"index table {table_id}: its header describes another table")
-        if not 0 < buckets < 2**31 or rows != buckets * BUCKET_ROWS:
+        if not 0 < buckets < 2**31 or not buckets & 1 or rows != buckets * BUCKET_ROWS:
             raise RegionError(f"index table {table_id}: {buckets} buckets, {rows} rows")
         self.table_id = table_id
         self.rows: int = rows
@@ -147,26 +157,28 @@ class IndexTable:
         self._buckets_constant = _constant(buckets)
         self._region = region
         self._state = region[12:16].cast("I")
-        self._map_columns(list(header[8:14]))
+        self._map_columns(header[8:13])
         multipliers = struct.unpack_from("<32Q", region, 128)
         self._a, self._b = multipliers[:16], multipliers[16:]
         self._a_constants = [_constant(a) for a in self._a]
         self._b_constants = [_constant(b) for b in self._b]
         self._scratches: list[_Scratch] = []
 
-    def _map_columns(self, offsets: list[int]) -> None:
+    def _map_columns(self, offsets: tuple[int, ...]) -> None:
         views = []
-        for offset, width in zip(offsets, (8, 8, 8, 8, 8, 4), strict=True):
-            end = offset + self.rows * width
+        # Bytes a bucket.
+        for offset, width in zip(offsets, (64, 64, 64, 32, 2), strict=True):
+            end = offset + self._buckets * width
             if offset < PAGE_NBYTES or offset % PAGE_NBYTES or end > len(self._region):
                 raise RegionError(f"index table {self.table_id}: column at {offset} does not fit")
             views.append(self._region[offset:end])
         self._tag_view = views[0].cast("Q")
         self._buckets_of_tags = np.frombuffer(views[0], dtype="V64")
-        columns = [np.frombuffer(view, dtype=np.uint64) for view in views[:5]]
-        _, self._check, self._address, self._generation, self._nvme = columns
-        self._version = np.frombuffer(views[5], dtype=np.uint32)
-        self._version_view = views[5].cast("I")
+        self._check = np.frombuffer(views[1], dtype=np.uint64)
+        self._place = np.frombuffer(views[2], dtype=np.uint64)
+        self._version = np.frombuffer(views[3], dtype=np.uint32)
+        self._version_view = views[3].cast("I")
+        self._passed_view = views[4].cast("H")
 
     @property
     def live(self) -> bool:
@@ -249,7 +261,9 @@ class IndexTable:
             stop = min(on_nvme + PIECE_KEYS, limit)
             scratch = self._borrow()
             found = self._find_piece(seed, words.piece(on_nvme, stop), scratch) if self.live else 0
-            there = (self._nvme[scratch.row[:found]] != _ZERO).tobytes().find(0) if found else -1
+            there = (
+                (self._place[scratch.row[:found]] >= _ON_NVME).tobytes().find(0) if found else -1
+            )
             self._scratches.append(scratch)
             count = found if there < 0 else there
             on_nvme += count
@@ -257,12 +271,25 @@ class IndexTable:
                 break
         return on_nvme
 
-    def find_rows(self, seed: Seed, words: Words, limit: int) -> Rows:
+    def find_rows(
+        self, seed: Seed, words: Words, limit: int, generations_of: GenerationsOf
+    ) -> Rows:
         """As `find`, with addresses and generations, up to the first key that is not in ram."""
         places: Places = []
-        return Rows(self._search(seed, words, limit, places), places)
 
-    def _search(self, seed: Seed, words: Words, limit: int, places: Places | None) -> Found:
+        def read(scratch: _Scratch, found: int) -> int:
+            return self._read_rows(scratch, found, places, generations_of)
+
+        return Rows(self._search(seed, words, limit, read), places)
+
+    def _search(
+        self,
+        seed: Seed,
+        words: Words,
+        limit: int,
+        read: Callable[[_Scratch, int], int] | None,
+    ) -> Found:
+        """`read` tells how many of the leading keys found in a piece count, None = all."""
         if not self.live:
             return NOTHING
         scratch = self._borrow()
@@ -270,8 +297,8 @@ class IndexTable:
         for start in range(0, limit, PIECE_KEYS):
             stop = min(start + PIECE_KEYS, limit)
             found = self._find_piece(seed, words.piece(start, stop), scratch)
-            if places is not None:
-                found = self._read_rows(scratch, found, places)
+            if read is not None:
+                found = read(scratch, found)
             if found:
                 blocks, last = start + found, int(scratch.row[found - 1])
             if start + found < stop:
@@ -359,31 +386,42 @@ class IndexTable:
             np.equal(lines[j * step : j * step + step], value, flags)
 
     def _probe_on(self, tag: int, bucket: int) -> int:
-        """Row of a tag that its home bucket does not show, or -1. Rare: few buckets overflow."""
-        tags = self._tag_view
-        for _ in range(min(PROBED_BUCKETS_MAX, self._buckets)):
+        """Row of a tag that its home bucket does not show, or -1."""
+        tags, passed, step = self._tag_view, self._passed_view, 1 << (tag & _STEP_MASK)
+        for _ in range(min(PROBED_BUCKETS_MAX, self._buckets) - 1):
+            if not passed[bucket]:
+                break
+            bucket = (bucket + step) % self._buckets
             first = bucket * BUCKET_ROWS
             line = tags[first : first + BUCKET_ROWS].tolist()
             if tag in line:
                 return first + line.index(tag)
-            if 0 in line:
-                return -1
-            bucket = bucket + 1 if bucket + 1 < self._buckets else 0
         return -1
 
-    def _read_rows(self, scratch: _Scratch, n: int, places: Places) -> int:
-        """Append where the leading rows lie that are in ram and not changing; their number."""
+    def _read_rows(
+        self, scratch: _Scratch, n: int, places: Places, generations_of: GenerationsOf
+    ) -> int:
+        """Append where the leading rows lie that are in ram and not changing; their number.
+
+        A generation is the block's because the row names its slot before and after the generation
+        is read: the daemon takes the slot out of the row before it changes the generation.
+        """
         row, check = scratch.row[:n], scratch.check[:n]
         for _ in range(_ROW_READS_MAX):
             before = self._version[row]
             good = self._check[row] == check
-            address, generation = self._address[row], self._generation[row]
+            address = self._place[row] & _ADDRESS
+            generation = generations_of(address)
             steady = self._version[row] == before
             steady &= before & _ODD == 0
             if steady.tobytes().find(0) < 0:
                 break
+        # A table that another one took over from is not written to any more.
+        if not self.live:
+            return 0
         good &= steady
         good &= address != _ZERO
+        good &= generation & _ODD_GENERATION == _ZERO
         first = good.tobytes().find(0)
         count = n if first < 0 else first
         if count:

@@ -23,7 +23,7 @@ from kvkeep.errors import KVKeepError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-LAYOUT_VERSION: Final = 1
+LAYOUT_VERSION: Final = 2
 PAGE_NBYTES: Final = 4096
 ELEMENT_NBYTES: Final = 512
 NO_ROW: Final = 0xFFFFFFFF

@@ -59,8 +59,9 @@ from kvkeep_server.tiering.commits import Commits
 from kvkeep_server.tiering.leases import Leases
 from kvkeep_server.tiering.manager import TierManager
 from kvkeep_server.tiering.nvme_side import LocalTiers, NvmeMeans, NvmeSide
+from kvkeep_server.tiering.rebuild import TableSettings
 from kvkeep_server.tiering.removal import Removal
-from kvkeep_server.tiering.residency import Residency, TableSettings
+from kvkeep_server.tiering.residency import Residency
 from kvkeep_server.tiering.room import RoomMaker
 from kvkeep_server.tiering.transfers import Transfers
 from kvkeep_server.tiers.nvme.files import DiskFiles, Files

@@ -171,7 +171,7 @@ def main() -> int:
         measure(report, arguments.policy, blocks, chain_blocks, baseline_us)
     print("memory, with arrays that are full")
     for chain_blocks in (BATCH, 1):
-        measure_memory(arguments.policy, 1 << 17, chain_blocks)
+        measure_memory(arguments.policy, 1 << 18, chain_blocks)
     return int(report.exceeded)
 
 

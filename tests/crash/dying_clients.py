@@ -138,7 +138,7 @@ def say_hello(wire: Wire, runtime_dir: str) -> None:
     """Has its session and its memory, and never gets to use either."""
     fd_socket = FdSocket(Path(runtime_dir) / "kvkeep.fd.sock")
     hello = SideHello(
-        layout_versions=[1], staging_nbytes=STAGING_NBYTES, pid=os.getpid(), client_name="early"
+        layout_versions=[2], staging_nbytes=STAGING_NBYTES, pid=os.getpid(), client_name="early"
     )
     welcome = fd_socket.open(hello, 5.0)
     wire.tell(len(welcome[0].fds))

@@ -81,7 +81,7 @@ def flood_grpc(raw: RawSession, name: str, payload: bytes) -> None:
 def flood_hellos(runtime_dir: Path) -> None:
     """Says hello and hangs up."""
     hello = session_pb2.SideHello(
-        client_name="flood", layout_versions=[1], staging_nbytes=PAGE
+        client_name="flood", layout_versions=[2], staging_nbytes=PAGE
     ).SerializeToString()
     while True:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock, suppress(OSError):

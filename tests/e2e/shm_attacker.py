@@ -48,7 +48,7 @@ def attach(path):
     client = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     client.settimeout(10)
     client.connect(path)
-    hello = session_pb2.SideHello(client_name="attacker", layout_versions=[1])
+    hello = session_pb2.SideHello(client_name="attacker", layout_versions=[2])
     client.send(hello.SerializeToString())
     payload, fds, _, _ = socket.recv_fds(client, 65536, 64)
     packet = session_pb2.SidePacket.FromString(payload)

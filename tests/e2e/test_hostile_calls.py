@@ -81,12 +81,12 @@ def requests(set_index: int):
                     )
                 ],
             ),
-            layout_version=1,
+            layout_version=2,
             local_ranks=[0] * MANY,
         ),
         "OpenNamespace groups": block_cache_pb2.OpenNamespaceRequest(
             spec=block_cache_pb2.NamespaceSpec(model=spec.model, groups=[group] * 90_000),
-            layout_version=1,
+            layout_version=2,
         ),
         "Commit": block_cache_pb2.CommitRequest(
             set_index=set_index, keys=b"k" * 32, groups=[staged] * 500_000

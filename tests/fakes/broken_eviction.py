@@ -149,7 +149,7 @@ class KeepsAnOldParent(Unaudited):
 
     def remove(self, ids):
         inner = ids[self._tree._children[ids] > 0]
-        children = np.flatnonzero(np.isin(self._tree._parents, inner) & self._tree._resident)
+        children = np.flatnonzero(np.isin(self._tree._parents, inner) & (self._tree._state > 0))
         parents = self._tree._parents[children].copy()
         super().remove(ids)
         self._tree._parents[children] = parents

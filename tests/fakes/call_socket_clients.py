@@ -92,7 +92,7 @@ SPEC = pb.NamespaceSpec(
         pb.GroupSpec(name="kv", kind=pb.GROUP_KIND_FULL, tokens_per_block=16, block_nbytes=BLOCK)
     ],
 )
-OPEN = pb.OpenNamespaceRequest(spec=SPEC, layout_version=1)
+OPEN = pb.OpenNamespaceRequest(spec=SPEC, layout_version=2)
 
 
 @asynccontextmanager

@@ -62,7 +62,7 @@ def hello(staging_nbytes: int = MIB, **changes: Any) -> HelloFacts:
     """What a sane client says."""
     values: dict[str, Any] = {
         "client_name": "test",
-        "layout_versions": (1,),
+        "layout_versions": (2,),
         "staging_nbytes": staging_nbytes,
         "credential": "",
         "uid": 0,
@@ -181,8 +181,8 @@ class Harness:
         self.check()
         columns = self.core.residency.columns
         ids = np.concatenate((columns.in_use(), columns.withdrawn()))
-        ids = ids[columns.address[ids] != 0]
-        slots = int(self.core.ram.slabs.slot_nbytes(columns.address[ids]).sum())
+        addresses = columns.address_of(ids)
+        slots = int(self.core.ram.slabs.slot_nbytes(addresses[addresses != 0]).sum())
         assert self.core.ram.slabs.used_nbytes == slots, "slots that no block has"
         assert self.core.service.commits.in_flight == 0, "commits in flight"
         assert self.core.service.commits_running == 0, "commits that run"
@@ -191,12 +191,13 @@ class Harness:
     def check_checksums(self) -> None:
         """The bytes of every block are those that its checksum was taken of."""
         columns, residency = self.core.residency.columns, self.core.residency
-        for block in columns.in_use().tolist():
-            if not columns.address[block]:
+        ids = columns.in_use()
+        for block, address in zip(ids.tolist(), columns.address_of(ids).tolist(), strict=True):
+            if not address:
                 continue
             space = residency.keyspaces[int(columns.keyspace[block])]
             key = columns.key_words[block].tobytes()[: space.key_nbytes]
-            payload = self.core.ram.view(int(columns.address[block]), space.block_nbytes)
+            payload = self.core.ram.view(address, space.block_nbytes)
             assert space.checksum(key, payload) == int(columns.checksum[block])
 
     # --- sessions and namespaces
@@ -358,7 +359,7 @@ class Harness:
         """What a client would read under the lease."""
         needed = grant.columns[column]
         nbytes = needed.keyspace.block_nbytes
-        addresses = self.core.residency.columns.address[needed.ids].tolist()
+        addresses = self.core.residency.columns.address_of(needed.ids).tolist()
         return [bytes(self.core.ram.view(address, nbytes)) for address in addresses]
 
     def verify(self, grant: Grant, keys: Sequence[bytes]) -> None:

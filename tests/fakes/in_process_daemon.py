@@ -237,7 +237,7 @@ class FakeDaemon(pb_grpc.BlockCacheServicer):
             sequence=sequence,
             session_token=b"" if sequence else session.token,
             server_epoch=self.server_epoch,
-            layout_version=1,
+            layout_version=2,
             more=more,
             fds=[session_pb2.FdDescription(kind=k, id=i, nbytes=r.nbytes) for k, i, r in offers],
         )
@@ -323,7 +323,7 @@ class FakeDaemon(pb_grpc.BlockCacheServicer):
             ],
             limits=pb.Limits(keys_max=32768, lease_ttl_ms=self.lease_ttl_ms),
             server_epoch=self.server_epoch,
-            layout_version=1,
+            layout_version=2,
             slot_nbytes=[-(-group.block_nbytes // 4096) * 4096 for group in spec.groups],
             near_misses=[
                 pb.NearMiss(set_id=other.set_id, differing_fields=["kv_dtype"])
@@ -385,14 +385,24 @@ class FakeDaemon(pb_grpc.BlockCacheServicer):
                 pb.LeasedColumn(
                     rank=rank,
                     group=group,
-                    addresses=self.index.address[rows[skip : skip + leased]].tobytes(),
-                    generations=self.index.generation[rows[skip : skip + leased]].tobytes(),
+                    addresses=addresses.tobytes(),
+                    generations=self._generations(addresses),
                 )
                 for (rank, group), rows in columns.items()
+                for addresses in [self.index.place[rows[skip : skip + leased]]]
                 if leased
             ],
             ended=pb.MISS_REASON_NEVER_SEEN if blocks < len(keys) else 0,
         )
+
+    def _generations(self, addresses: np.ndarray) -> bytes:
+        """An address that is no slot's has one all the same."""
+        generations = []
+        for address in addresses.tolist():
+            page, known = address & 0xFFFFFFFF, address >> 32 < len(self.chunks)
+            column = self.chunks[address >> 32].generations if known else ()
+            generations.append(int(column[page]) if page < len(column) else 2)
+        return struct.pack(f"<{len(generations)}Q", *generations)
 
     def Release(self, request, context):
         self._begin("Release", context)
@@ -451,8 +461,8 @@ class FakeDaemon(pb_grpc.BlockCacheServicer):
         """Store one block behind the client's back; its page."""
         chunk = self.chunks[chunk_id]
         page = chunk.allocate(len(data))
-        generation = chunk.write(page, data)
-        self.index.insert(namespace_id, group, key, chunk.address(page), generation)
+        chunk.write(page, data)
+        self.index.insert(namespace_id, group, key, chunk.address(page))
         return page
 
 

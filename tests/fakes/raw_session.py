@@ -30,7 +30,7 @@ class RawSession:
         self.socket.settimeout(DEADLINE_S)
         self.socket.connect(str(self._dir / "kvkeep.fd.sock"))
         hello = session_pb2.SideHello(
-            client_name="raw", layout_versions=[1], staging_nbytes=self._staging_nbytes
+            client_name="raw", layout_versions=[2], staging_nbytes=self._staging_nbytes
         )
         self.socket.send(hello.SerializeToString())
         more = True
@@ -98,7 +98,7 @@ class RawSession:
                 )
             ],
         )
-        request = block_cache_pb2.OpenNamespaceRequest(spec=spec, layout_version=1)
+        request = block_cache_pb2.OpenNamespaceRequest(spec=spec, layout_version=2)
         return self.call("OpenNamespace", request)
 
     def commit(self, set_index: int, keys: bytes, offsets: list[int]):

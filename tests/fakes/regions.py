@@ -14,7 +14,7 @@ import struct
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.vectors.make_vectors import fingerprint, home_bucket
+from tests.vectors.make_vectors import LAYOUT_VERSION, fingerprint, home_bucket
 
 F_SEAL_FUTURE_WRITE = 0x10
 MADV_COLLAPSE = 25
@@ -60,7 +60,14 @@ class FakeChunk(FakeRegion):
         generations_nbytes = -(-(nbytes // PAGE) * 8 // PAGE) * PAGE
         self.data_offset = PAGE + generations_nbytes
         header = struct.pack(
-            "<8sIIQQQQ", b"KVKCHNK1", 1, chunk_id, server_epoch, nbytes, PAGE, self.data_offset
+            "<8sIIQQQQ",
+            b"KVKCHNK1",
+            LAYOUT_VERSION,
+            chunk_id,
+            server_epoch,
+            nbytes,
+            PAGE,
+            self.data_offset,
         )
         self.buffer[: len(header)] = header
         self.generations = self.column(PAGE, nbytes // PAGE)
@@ -103,23 +110,25 @@ class FakeIndex(FakeRegion):
     ) -> None:
         rng = random.Random(seed)
         self.table_id = table_id
+        buckets |= 1
         self.buckets, self.rows = buckets, 8 * buckets
         self.a = [rng.getrandbits(64) | 1 for _ in range(16)]
         self.b = [rng.getrandbits(64) | 1 for _ in range(16)]
         offsets, offset = [], PAGE
-        for width in (8, 8, 8, 8, 8, 4):
+        for width in (64, 64, 64, 32, 2):
             offsets.append(offset)
-            offset += -(-self.rows * width // PAGE) * PAGE
+            offset += -(-buckets * width // PAGE) * PAGE
         super().__init__(offset)
         header = struct.pack(
-            "<8sIIQQQQQ6Q",
-            *(b"KVKINDX1", 1, 1, server_epoch, table_id, buckets, self.rows, offset, *offsets),
+            "<8sIIQQQQQ5Q",
+            *(b"KVKINDX1", LAYOUT_VERSION, 1, server_epoch, table_id, buckets, self.rows, offset),
+            *offsets,
         )
         self.buffer[: len(header)] = header
         self.buffer[128:384] = struct.pack("<32Q", *self.a, *self.b)
-        columns = [self.column(start, self.rows) for start in offsets[:5]]
-        self.tag, self.check, self.address, self.generation, self.nvme = columns
-        self.version = self.column(offsets[5], self.rows, "<u4")
+        self.tag, self.check, self.place = (self.column(at, self.rows) for at in offsets[:3])
+        self.version = self.column(offsets[3], self.rows, "<u4")
+        self.passed = self.column(offsets[4], buckets, "<u2")
 
     @property
     def state(self) -> int:
@@ -133,54 +142,60 @@ class FakeIndex(FakeRegion):
         tag, check = fingerprint(self.a, self.b, namespace_id, group, key)
         home = home_bucket(tag, self.buckets)
         for step in range(min(64, self.buckets)):
-            first = (home + step) % self.buckets * 8
+            first = (home + (step << (tag & 15))) % self.buckets * 8
             tags = self.tag[first : first + 8].tolist()
             if tag in tags:
                 row = first + tags.index(tag)
                 return row if self.check[row] == check else None
-            if 0 in tags:
+            if not self.passed[first // 8]:
                 return None
         return None
 
     def insert(
-        self, namespace_id: bytes, group: int, key: bytes, address: int, generation: int
+        self, namespace_id: bytes, group: int, key: bytes, address: int, *, on_nvme: bool = False
     ) -> int:
         """The row that it took."""
         tag, check = fingerprint(self.a, self.b, namespace_id, group, key)
         row = self.row_of(namespace_id, group, key)
         if row is None:
-            row = self._free_row(home_bucket(tag, self.buckets))
+            row = self._free_row(tag)
+            self._pass_by(tag, row, 1)
         self.version[row] += 1
-        self.check[row], self.address[row], self.generation[row] = check, address, generation
-        self.nvme[row] = 0
+        self.check[row], self.place[row] = check, address | on_nvme << 63
         self.tag[row] = tag
         self.version[row] += 1
         return row
 
-    def _free_row(self, home: int) -> int:
+    def _free_row(self, tag: int) -> int:
         for step in range(min(64, self.buckets)):
-            first = (home + step) % self.buckets * 8
+            first = (home_bucket(tag, self.buckets) + (step << (tag & 15))) % self.buckets * 8
             for row in range(first, first + 8):
-                if self.tag[row] < 2:
+                if not self.tag[row]:
                     return row
         raise AssertionError("the fake index is full")
 
     def remove(self, namespace_id: bytes, group: int, key: bytes) -> None:
         row = self.row_of(namespace_id, group, key)
         assert row is not None
+        tag = int(self.tag[row])
         self.version[row] += 1
-        self.tag[row] = 1
-        self.check[row] = self.address[row] = self.generation[row] = 0
+        self.tag[row] = self.check[row] = self.place[row] = 0
         self.version[row] += 1
+        self._pass_by(tag, row, -1)
+
+    def _pass_by(self, tag: int, row: int, change: int) -> None:
+        bucket = home_bucket(tag, self.buckets)
+        while bucket != row // 8:
+            self.passed[bucket] += change
+            bucket = (bucket + (1 << (tag & 15))) % self.buckets
 
     def fill(
         self,
         tag: NDArray[np.uint64],
         check: NDArray[np.uint64],
         address: NDArray[np.uint64],
-        generation: NDArray[np.uint64],
     ) -> None:
-        """Many new rows at once into a table that has no removed ones."""
+        """Many new rows at once into an empty table."""
         bucket = ((tag >> 32) * np.uint64(self.buckets) >> 32).astype(np.int64)
         used = (self.tag.reshape(-1, 8) != 0).sum(axis=1)
         pending = np.arange(len(tag))
@@ -193,11 +208,13 @@ class FakeIndex(FakeRegion):
             fits = used[of] + place < 8
             now, row = ordered[fits], of[fits] * 8 + used[of[fits]] + place[fits]
             self.tag[row], self.check[row] = tag[now], check[now]
-            self.address[row], self.generation[row] = address[now], generation[now]
+            self.place[row] = address[now]
             self.version[row] += 2
             np.add.at(used, of[fits], 1)
             pending = ordered[~fits]
-            bucket[pending] = (bucket[pending] + 1) % self.buckets
+            np.add.at(self.passed, bucket[pending], 1)
+            steps = np.left_shift(1, (tag[pending] & np.uint64(15)).astype(np.int64))
+            bucket[pending] = (bucket[pending] + steps) % self.buckets
 
 
 class FakeTouchRing(FakeRegion):
@@ -206,7 +223,7 @@ class FakeTouchRing(FakeRegion):
     def __init__(self, records: int = 64) -> None:
         super().__init__(PAGE + records * 64, client_writes=True)
         self.records = records
-        self.buffer[:16] = struct.pack("<8sII", b"KVKTUCH1", 1, records)
+        self.buffer[:16] = struct.pack("<8sII", b"KVKTUCH1", LAYOUT_VERSION, records)
 
     @property
     def head(self) -> int:

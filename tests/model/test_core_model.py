@@ -397,7 +397,7 @@ class CoreAgainstDicts(RuleBasedStateMachine):
         self.core.check_at_rest()
         for lease in self.core.core.leases._live.values():
             generations = self.core.core.ram.generations(
-                self.core.core.residency.columns.address[lease.blocks]
+                self.core.core.residency.columns.address_of(lease.blocks)
             )
             assert (generations == lease.generations).all(), "a slot under a lease was used anew"
 

@@ -18,7 +18,7 @@ import xxhash
 
 MASK = 2**64 - 1
 SEED = 20240601
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 
 
 def hex64(value: int) -> str:
@@ -51,7 +51,7 @@ def fingerprint(
     s ^= s >> 29
     s = (s * b[11]) & MASK
     s ^= s >> 32
-    return max(h, 2), s
+    return max(h, 1), s
 
 
 def home_bucket(tag: int, buckets: int) -> int:
@@ -113,28 +113,35 @@ def chunk_header() -> dict[str, Any]:
 
 
 def index_table(rng: random.Random) -> dict[str, Any]:
-    """Section 4: a whole table of two buckets, two rows in use, one removed."""
+    """Section 4: a whole table of three buckets: a full one, from which two rows ran over into the
+    next ones, and a row that was removed again."""
     a = [rng.getrandbits(64) | 1 for _ in range(16)]
     b = [rng.getrandbits(64) | 1 for _ in range(16)]
-    buckets, column_nbytes = 2, 4096
+    buckets, column_nbytes = 3, 4096
     rows = 8 * buckets
-    offsets = [4096 + i * column_nbytes for i in range(6)]
-    nbytes = 4096 + 6 * column_nbytes
+    offsets = [4096 + i * column_nbytes for i in range(5)]
+    nbytes = 4096 + 5 * column_nbytes
     header = struct.pack(
-        "<8sIIQQQQQ6Q", b"KVKINDX1", LAYOUT_VERSION, 1, 42, 3, buckets, rows, nbytes, *offsets
+        "<8sIIQQQQQ5Q", b"KVKINDX1", LAYOUT_VERSION, 1, 42, 3, buckets, rows, nbytes, *offsets
     )
     header = header.ljust(128, b"\0") + struct.pack("<16Q", *a) + struct.pack("<16Q", *b)
     namespace_id, group = rng.randbytes(16), 1
-    columns = [[0] * rows for _ in range(6)]
-    entries, used = [], [0] * buckets
-    for number in range(3):
+    columns = [[0] * rows for _ in range(4)]
+    passed = [0] * buckets
+    entries: list[dict[str, Any]] = []
+    for number, wanted in enumerate([0] * 10 + [1, 1]):
         key = rng.randbytes(32)
+        while home_bucket(fingerprint(a, b, namespace_id, group, key)[0], buckets) != wanted:
+            key = rng.randbytes(32)
         tag, check = fingerprint(a, b, namespace_id, group, key)
-        row = 8 * home_bucket(tag, buckets) + used[home_bucket(tag, buckets)]
-        used[home_bucket(tag, buckets)] += 1
-        removed = number == 2
-        address, generation = (0, 0) if removed else (5 + 14 * number, 2 * (number + 1))
-        values = (1 if removed else tag, check, address, generation, 0, 2 * (number + 1))
+        removed = number == 11
+        runs_over = 8 <= number < 10
+        passed[0] += runs_over
+        bucket = (1 << (tag & 15)) % buckets if runs_over else wanted
+        row = 8 * bucket + sum(tag != 0 for tag in columns[0][8 * bucket : 8 * bucket + 8])
+        address = 0 if removed else 5 + 14 * number
+        on_nvme = not removed and number % 3 == 0
+        values = (0 if removed else tag, check, address | on_nvme << 63, 2 * (number + 1))
         for column, value in zip(columns, values, strict=True):
             column[row] = value
         entries.append(
@@ -143,12 +150,13 @@ def index_table(rng: random.Random) -> dict[str, Any]:
                 "found": not removed,
                 "row": row,
                 "address": hex64(address),
-                "generation": hex64(generation),
+                "on_nvme": on_nvme,
                 "version": 2 * (number + 1),
             }
         )
-    data = [struct.pack(f"<{rows}{'I' if i == 5 else 'Q'}", *c) for i, c in enumerate(columns)]
-    names = ("tag", "check", "address", "generation", "nvme", "version")
+    data = [struct.pack(f"<{rows}{'I' if i == 3 else 'Q'}", *c) for i, c in enumerate(columns)]
+    data.append(struct.pack(f"<{buckets}H", *passed))
+    names = ("tag", "check", "place", "version", "passed")
     return {
         "fields": {
             "state": 1,

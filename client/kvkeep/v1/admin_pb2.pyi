@@ -168,12 +168,10 @@ class IndexStats(google.protobuf.message.Message):
 
     ROWS_FIELD_NUMBER: builtins.int
     BLOCKS_FIELD_NUMBER: builtins.int
-    TOMBSTONES_FIELD_NUMBER: builtins.int
     REBUILDS_FIELD_NUMBER: builtins.int
     NBYTES_FIELD_NUMBER: builtins.int
     rows: builtins.int
     blocks: builtins.int
-    tombstones: builtins.int
     rebuilds: builtins.int
     nbytes: builtins.int
     """the table and what policies keep"""
@@ -182,11 +180,10 @@ class IndexStats(google.protobuf.message.Message):
         *,
         rows: builtins.int = ...,
         blocks: builtins.int = ...,
-        tombstones: builtins.int = ...,
         rebuilds: builtins.int = ...,
         nbytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "nbytes", b"nbytes", "rebuilds", b"rebuilds", "rows", b"rows", "tombstones", b"tombstones"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "nbytes", b"nbytes", "rebuilds", b"rebuilds", "rows", b"rows"]) -> None: ...
 
 Global___IndexStats: typing_extensions.TypeAlias = IndexStats
 

@@ -14,6 +14,7 @@ import numpy as np
 import kvkeep
 from kvkeep_server.cli.bench_daemon import DaemonProcess, NoOpRpc
 from kvkeep_server.cli.bench_fio import Fio
+from kvkeep_server.cli.bench_index import IndexBench, IndexPlan
 from kvkeep_server.cli.bench_local import (
     BATCH_BLOCKS,
     CHAIN_BLOCKS,
@@ -27,6 +28,7 @@ from kvkeep_server.cli.bench_nvme import NvmeBench, NvmePlan
 from kvkeep_server.cli.bench_nvme_log import Slots
 from kvkeep_server.cli.bench_rows import (
     BOUNDS,
+    INDEX_BOUNDS,
     NVME_BOUNDS,
     Bound,
     Row,
@@ -158,6 +160,36 @@ def nvme(*, as_machine: bool, check: bool, directory: Path, stored: int, rounds:
     return _report(facts, rows, NVME_BOUNDS if check else {}, as_machine=as_machine)
 
 
+@bench.command()
+@click.option("--json", "as_machine", is_flag=True, help="One JSON object instead of the table.")
+@click.option("--check", is_flag=True, help="Exit code 1 when a bound is missed.")
+@click.option(
+    "--blocks",
+    type=click.IntRange(min=CHAIN_BLOCKS),
+    default=IndexPlan().blocks,
+    show_default=True,
+    help="In the index; the bounds are for the default.",
+)
+def index(*, as_machine: bool, check: bool, blocks: int) -> int:
+    """Fill an index, tell what a block of it weighs, and look keys up in it.
+
+    Takes about a minute and 4 GiB of memory with the default.
+    """
+    plan = dataclasses.replace(IndexPlan(), blocks=blocks)
+    _check_free(plan.memory_nbytes, "--blocks")
+    with (
+        tempfile.TemporaryDirectory(prefix="kvkeep-bench-") as folder,
+        DaemonProcess(Path(folder), {"ram": {"size": "64MiB"}}) as daemon,
+    ):
+        rpc = NoOpRpc(daemon.socket)
+        try:
+            rows = list(IndexBench(plan, rpc=rpc, progress=_progress).rows())
+        finally:
+            rpc.close()
+    facts = {**host(), "blocks": blocks, "load_max": plan.load_max}
+    return _report(facts, rows, INDEX_BOUNDS if check else {}, as_machine=as_machine)
+
+
 def _report(
     facts: Mapping[str, object],
     rows: Sequence[Row],
@@ -216,11 +248,15 @@ def _index_facts(client: kvkeep.Client) -> dict[str, int]:
 
 def _check_memory(plan: Plan) -> None:
     needed = plan.pool_nbytes + plan.staging_nbytes + plan.source_nbytes + MARGIN_NBYTES
+    _check_free(needed, "--resident or --index-blocks")
+
+
+def _check_free(needed_nbytes: int, options: str) -> None:
     free = read_memory_limit().free_nbytes
-    if needed > free:
+    if needed_nbytes > free:
         raise click.UsageError(
-            f"this run needs about {show_size(needed)} of memory and {show_size(free)} is free;"
-            " take a smaller --resident or --index-blocks (the bounds are for the defaults)"
+            f"this run needs about {show_size(needed_nbytes)} of memory and {show_size(free)} is"
+            f" free; take a smaller {options} (the bounds are for the defaults)"
         )
 
 

@@ -64,7 +64,13 @@ NVME_BOUNDS: Mapping[str, Bound] = {
     for what, limit in (("prefix_read", 0.8), ("random_read", 0.6), ("write", 0.6))
     for size in ("57KiB", "128KiB", "2MiB")
 }
-_ALL_BOUNDS = {**BOUNDS, **NVME_BOUNDS}
+# Of `bench index`. Bytes over 96, rates over a million a second, times over a no-op RPC.
+INDEX_BOUNDS: Mapping[str, Bound] = {
+    "bytes_a_block": _at_most(1),
+    "insert": _at_least(1),
+    **{name: bound for name, bound in BOUNDS.items() if name.startswith("lookup/")},
+}
+_ALL_BOUNDS = {**BOUNDS, **NVME_BOUNDS, **INDEX_BOUNDS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +81,7 @@ class Row:
         name: Of the operation.
         median: Of all calls, in `unit`.
         p99: What 99 % of the calls reach: the slow end, so for a rate the figure below the median.
-        unit: "us" or "GB/s".
+        unit: "us", "GB/s", "B", "M/s" or "ms".
         baseline: Name of the row that `ratio` is over; None for a baseline.
         ratio: Of times or of rates, as the unit says; None for a baseline.
     """

@@ -116,5 +116,5 @@ class IndexSettings:
         "Rows of the first table, rounded up to buckets of 8. A full table moves to a larger one.",
     )
     load_max: float = setting(
-        "load_max", Ratio(0.25, 0.9), 0.66, "Share of rows in use at which the table moves."
+        "load_max", Ratio(0.25, 0.9), 0.85, "Share of rows in use at which the table moves."
     )

@@ -14,35 +14,39 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 MAGIC = b"KVKINDX1"
 PAGE_NBYTES = 4096
 BUCKET_ROWS = 8
 PROBED_BUCKETS_MAX = 64
 
 TAG_EMPTY = 0
-TAG_REMOVED = 1
-TAG_FIRST = 2
+TAG_FIRST = 1
 
 STATE_LIVE = 1
 STATE_MOVED = 2
 STATE_STOPPED = 3
 STATE_OFFSET = 12
 
-COLUMNS: tuple[tuple[str, type[np.uint64] | type[np.uint32]], ...] = (
-    ("tag", np.uint64),
-    ("check", np.uint64),
-    ("address", np.uint64),
-    ("generation", np.uint64),
-    ("nvme", np.uint64),
-    ("version", np.uint32),
+# name, type, rows an entry
+COLUMNS: tuple[tuple[str, type[np.uint64] | type[np.uint32] | type[np.uint16], int], ...] = (
+    ("tag", np.uint64, 1),
+    ("check", np.uint64, 1),
+    ("place", np.uint64, 1),
+    ("version", np.uint32, 1),
+    ("passed", np.uint16, BUCKET_ROWS),
 )
 # magic, layout version, state, server epoch, table id, buckets, rows, file size, column offsets,
 # padding, A, B
-_HEADER = struct.Struct("<8sIIQQQQQ6Q24x16Q16Q")
+_HEADER = struct.Struct("<8sIIQQQQQ5Q32x16Q16Q")
 assert _HEADER.size == 384
 
+# What a row says of its block beside the fingerprint: the address in ram, 0 = not there, and this
+# bit where nvme has a record.
+ON_NVME = np.uint64(1 << 63)
+
 _MASK = (1 << 64) - 1
+_STEP_MASK = np.uint64(15)
 _U32 = np.uint64(32)
 _U29 = np.uint64(29)
 
@@ -52,7 +56,8 @@ class Geometry:
     """Sizes of one table.
 
     Attributes:
-        buckets: Number of buckets of `BUCKET_ROWS` rows.
+        buckets: Number of buckets of `BUCKET_ROWS` rows, odd, so that every way of probing comes to
+            all of them.
         offsets: Byte offset of each column of `COLUMNS` in the file.
         nbytes: Size of the file.
     """
@@ -69,11 +74,12 @@ class Geometry:
     @classmethod
     def for_rows(cls, rows: int) -> "Geometry":
         """The smallest table of at least `rows` rows."""
-        buckets = max(1, -(-rows // BUCKET_ROWS))
+        buckets = max(1, -(-rows // BUCKET_ROWS)) | 1
         offsets, at = [], PAGE_NBYTES
-        for _, kind in COLUMNS:
+        for _, kind, rows_each in COLUMNS:
             offsets.append(at)
-            at += -(-buckets * BUCKET_ROWS * np.dtype(kind).itemsize // PAGE_NBYTES) * PAGE_NBYTES
+            nbytes = buckets * BUCKET_ROWS // rows_each * np.dtype(kind).itemsize
+            at += -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
         return cls(buckets, tuple(offsets), at)
 
 
@@ -139,12 +145,24 @@ class Multipliers:
         return h, s
 
 
+def places_of(addresses: NDArray[np.uint64], on_nvme: NDArray[np.bool_]) -> NDArray[np.uint64]:
+    """What rows say: addresses in ram (0 = not there), and which blocks have a record on nvme."""
+    places: NDArray[np.uint64] = addresses | np.where(on_nvme, ON_NVME, np.uint64(0))
+    return places
+
+
 def home_buckets(tags: NDArray[np.uint64], buckets: int) -> NDArray[np.int64]:
     """Bucket in which the probing of each tag begins."""
     home = np.right_shift(tags, _U32)
     home *= np.uint64(buckets)
     home >>= _U32
     return home.view(np.int64)
+
+
+def probe_steps(tags: NDArray[np.uint64]) -> NDArray[np.int64]:
+    """How far from one bucket to the next the probing of each tag goes."""
+    steps: NDArray[np.int64] = np.left_shift(1, (tags & _STEP_MASK).view(np.int64))
+    return steps
 
 
 def encode_header(

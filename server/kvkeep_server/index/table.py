@@ -1,12 +1,13 @@
 """The daemon's half of the shared index: one table in a memfd, batches in numpy.
 
 Open addressing in buckets of eight rows, so that the tags of a bucket fill one cache line and a
-look-up mostly touches one. A removed row becomes empty again where its bucket has an empty row
-anyway (no probe goes past it), else a tombstone. Only one thread writes at a time (the event loop,
-or a rebuild that it waits for); clients read at any time, guarded by the row's version.
+look-up mostly touches one. Each bucket counts the rows that found no place in it and lie further
+on: where none passed, a search ends. So there are no tombstones, and a table in which rows come and
+go at a high load stays as it is. Only one thread writes at a time (the event loop, or a rebuild
+that it waits for); clients read at any time, guarded by the row's version.
 """
 
-from dataclasses import dataclass
+import copy
 from typing import TypeVar
 
 import numpy as np
@@ -16,20 +17,21 @@ from kvkeep_server.core.memfd import Memfd, create_sealed
 from kvkeep_server.index.layout import (
     BUCKET_ROWS,
     COLUMNS,
+    ON_NVME,
     PROBED_BUCKETS_MAX,
     STATE_OFFSET,
     TAG_EMPTY,
-    TAG_REMOVED,
     Geometry,
     Multipliers,
     encode_header,
     home_buckets,
+    probe_steps,
 )
 
 U64 = NDArray[np.uint64]
 I64 = NDArray[np.int64]
 
-Word = TypeVar("Word", np.uint32, np.uint64)
+Word = TypeVar("Word", np.uint16, np.uint32, np.uint64)
 
 # Eight bools of a bucket read as one u64 hold a single 1 in byte `lane`; times this, shifted by 56,
 # gives `lane`.
@@ -37,28 +39,14 @@ _LANE_OF_BYTE = np.uint64(0x0001020304050607)
 _U56 = np.uint64(56)
 _ZERO = np.uint64(0)
 _ONE = np.uint64(1)
+_ONE_MORE = np.uint16(1)
 _EMPTY = np.uint64(TAG_EMPTY)
-_REMOVED = np.uint64(TAG_REMOVED)
+_ADDRESS = ~ON_NVME
 
 
 class TableFullError(Exception):
     """A row finds no place within `PROBED_BUCKETS_MAX` buckets of its home: rebuild with more
     rows."""
-
-
-@dataclass(frozen=True, slots=True)
-class Places:
-    """Where blocks are: what a row says beside its fingerprint; columns of one length.
-
-    Attributes:
-        addresses: In ram, 0 = not there.
-        generations: Of those slots, 0 = not there.
-        nvme: Locations on nvme, 0 = none.
-    """
-
-    addresses: U64
-    generations: U64
-    nvme: U64
 
 
 class IndexTable:
@@ -82,7 +70,6 @@ class IndexTable:
         self.multipliers = multipliers
         self.table_id = table_id
         self.live_rows = 0
-        self.removed_rows = 0
         self.memfd: Memfd = create_sealed(
             f"kvkeep-index-{table_id}",
             self.geometry.nbytes,
@@ -99,10 +86,9 @@ class IndexTable:
         self.memfd.buffer[: len(header)] = header
         self._tag: U64 = self._column(0, np.uint64)
         self._check: U64 = self._column(1, np.uint64)
-        self._address: U64 = self._column(2, np.uint64)
-        self._generation: U64 = self._column(3, np.uint64)
-        self._nvme: U64 = self._column(4, np.uint64)
-        self._version: NDArray[np.uint32] = self._column(5, np.uint32)
+        self._places: U64 = self._column(2, np.uint64)
+        self._version: NDArray[np.uint32] = self._column(3, np.uint32)
+        self._passed: NDArray[np.uint16] = self._column(4, np.uint16)
         self._state = np.frombuffer(self.memfd.buffer, np.uint32, 1, STATE_OFFSET)
         self._bucket_tags: U64 = self._tag.reshape(-1, BUCKET_ROWS)
         self.ids: NDArray[np.int32] = np.full(self.geometry.rows, -1, np.int32)
@@ -110,8 +96,8 @@ class IndexTable:
 
     def _column(self, number: int, kind: type[Word]) -> NDArray[Word]:
         assert COLUMNS[number][1] is kind
-        offset = self.geometry.offsets[number]
-        return np.frombuffer(self.memfd.buffer, kind, self.geometry.rows, offset)
+        count = self.geometry.rows // COLUMNS[number][2]
+        return np.frombuffer(self.memfd.buffer, kind, count, self.geometry.offsets[number])
 
     @property
     def nbytes(self) -> int:
@@ -119,9 +105,8 @@ class IndexTable:
         return self.geometry.nbytes + self.ids.nbytes
 
     def room(self, load_max: float) -> int:
-        """How many more rows may be inserted before the load is above `load_max` (tombstones
-        count)."""
-        return int(self.geometry.rows * load_max) - self.live_rows - self.removed_rows
+        """How many more rows may be inserted before the load is above `load_max`."""
+        return int(self.geometry.rows * load_max) - self.live_rows
 
     def set_state(self, state: int) -> None:
         """Publishes one of `layout.STATE_*`."""
@@ -138,12 +123,14 @@ class IndexTable:
         bucket = home_buckets(tags, buckets)
         rows, more = self._probe(tags, bucket)
         pending = np.flatnonzero(more)
-        for step in range(1, PROBED_BUCKETS_MAX):
+        bucket, steps = bucket[pending], probe_steps(tags[pending])
+        for _ in range(1, PROBED_BUCKETS_MAX):
             if not len(pending):
                 break
-            found, more = self._probe(tags[pending], (bucket[pending] + step) % buckets)
+            bucket = (bucket + steps) % buckets
+            found, more = self._probe(tags[pending], bucket)
             rows[pending] = found
-            pending = pending[more]
+            pending, bucket, steps = pending[more], bucket[more], steps[more]
         if rows.max(initial=-1) < 0:
             return rows, None
         collides = self._check[rows] != checks
@@ -160,17 +147,23 @@ class IndexTable:
         absent = hit == _ZERO
         rows[absent] = -1
         if absent.any():
-            absent &= (entries == _EMPTY).view(np.uint64).ravel() == _ZERO
+            absent &= self._passed[bucket] != 0
         return rows, absent
 
     def insert(
         self,
         tags: U64,
         checks: U64,
-        places: Places,
+        places: U64,
         ids: NDArray[np.int32],
     ) -> I64:
         """Adds rows. The tags must be absent and differ from each other.
+
+        Args:
+            tags: Shape (n,).
+            checks: Shape (n,).
+            places: As `layout.places_of` makes them, shape (n,).
+            ids: Shape (n,).
 
         Raises:
             TableFullError: Nothing was added, and nothing of it was ever visible.
@@ -181,6 +174,7 @@ class IndexTable:
             self._write(rows, tags, checks, places)
             self.ids[rows] = ids
             return rows
+        steps, passing = probe_steps(tags), [np.empty(0, np.int64)]
         rows = np.full(len(tags), -1, np.int64)
         pending = np.arange(len(tags))
         for _ in range(min(PROBED_BUCKETS_MAX, self.geometry.buckets)):
@@ -191,9 +185,12 @@ class IndexTable:
                 self.ids[at] = ids[placed]
                 pending = np.setdiff1d(pending, placed, assume_unique=True)
             if not len(pending):
+                # Before the rows: who sees one of them must get to it.
+                np.add.at(self._passed, np.concatenate(passing), _ONE_MORE)
                 self._write(rows, tags, checks, places)
                 return rows
-            bucket[pending] = (bucket[pending] + 1) % self.geometry.buckets
+            passing.append(bucket[pending])
+            bucket[pending] = (bucket[pending] + steps[pending]) % self.geometry.buckets
         self.ids[rows[rows >= 0]] = -1
         msg = f"index table with {self.geometry.rows} rows, {self.live_rows} of them used"
         raise TableFullError(msg)
@@ -206,12 +203,13 @@ class IndexTable:
         ordered = np.sort(bucket)
         if (ordered[1:] == ordered[:-1]).any():
             return None
-        free = (self._bucket_tags[bucket] <= _REMOVED).view(np.uint64).ravel()
+        free = (self._bucket_tags[bucket] == _EMPTY).view(np.uint64).ravel()
         if not free.all():
             return None
         lowest = free & (~free + _ONE)
         lanes = ((lowest * _LANE_OF_BYTE) >> _U56).view(np.int64)
-        return bucket * BUCKET_ROWS + lanes
+        rows: I64 = bucket * BUCKET_ROWS + lanes
+        return rows
 
     def _place(self, pending: I64, bucket: I64) -> tuple[I64, I64]:
         """Of the pending entries those that fit their bucket, and the rows that they get."""
@@ -226,80 +224,80 @@ class IndexTable:
         lanes = (free_so_far[fits] == (rank[fits] + 1)[:, None]).argmax(axis=1)
         return pending[fits], wanted[fits] * BUCKET_ROWS + lanes
 
-    def _write(self, rows: I64, tags: U64, checks: U64, places: Places) -> None:
+    def _write(self, rows: I64, tags: U64, checks: U64, places: U64) -> None:
         """Fills free rows in the order that readers rely on: version odd, content, tag, version
         even."""
-        self.removed_rows -= int(np.count_nonzero(self._tag[rows] == _REMOVED))
         self.live_rows += len(rows)
         self._version[rows] += np.uint32(1)
         self._check[rows] = checks
-        self._put(rows, places)
+        self._places[rows] = places
         self._tag[rows] = tags
         self._version[rows] += np.uint32(1)
 
-    def move(self, rows: I64, places: Places) -> None:
+    def move(self, rows: I64, places: U64) -> None:
         """Says where the blocks of live rows, which differ from each other, are from now on."""
         self._version[rows] += np.uint32(1)
-        self._put(rows, places)
+        self._places[rows] = places
         self._version[rows] += np.uint32(1)
-
-    def _put(self, rows: I64, places: Places) -> None:
-        self._address[rows] = places.addresses
-        self._generation[rows] = places.generations
-        self._nvme[rows] = places.nvme
 
     def remove(self, rows: I64) -> None:
         """Takes rows out. They must be live and differ from each other."""
         if not len(rows):
             return
+        passing = self._passing(rows)
         self._version[rows] += np.uint32(1)
-        self._tag[rows] = _REMOVED
-        self._address[rows] = 0
-        self._generation[rows] = 0
-        self._nvme[rows] = 0
+        self._tag[rows] = _EMPTY
+        self._places[rows] = 0
+        self._version[rows] += np.uint32(1)
         self.ids[rows] = -1
-        self._version[rows] += np.uint32(1)
         self.live_rows -= len(rows)
-        self.removed_rows += len(rows)
-        self._clear_tombstones(np.unique(rows // BUCKET_ROWS))
+        np.subtract.at(self._passed, passing, _ONE_MORE)
 
-    def _clear_tombstones(self, buckets: I64) -> None:
-        """Where a bucket has an empty row no probe goes past it, so its tombstones can be empty as
-        well."""
-        entries = self._bucket_tags[buckets]
-        open_buckets = (entries == _EMPTY).any(axis=1)
-        entries = entries[open_buckets]
-        dead = entries == _REMOVED
-        if dead.any():
-            entries[dead] = _EMPTY
-            # Only tombstones change in value, so readers of the other seven rows see what they saw
-            # before.
-            self._bucket_tags[buckets[open_buckets]] = entries
-            self.removed_rows -= int(np.count_nonzero(dead))
+    def _passing(self, rows: I64) -> I64:
+        """The buckets that these live rows ran over on the way from home, each as often as that."""
+        tags, at = self._tag[rows], rows // BUCKET_ROWS
+        bucket = home_buckets(tags, self.geometry.buckets)
+        away = np.flatnonzero(bucket != at)
+        bucket, at, steps = bucket[away], at[away], probe_steps(tags[away])
+        passing = [np.empty(0, np.int64)]
+        while len(at):
+            passing.append(bucket)
+            bucket = (bucket + steps) % self.geometry.buckets
+            further = bucket != at
+            bucket, at, steps = bucket[further], at[further], steps[further]
+        return np.concatenate(passing)
 
-    def address_of(self, rows: I64) -> U64:
+    def address_of(self, rows: I64 | NDArray[np.int32]) -> U64:
         """Addresses in ram, 0 where a row has none."""
-        return self._address[rows]
+        addresses: U64 = self._places[rows] & _ADDRESS
+        return addresses
+
+    def on_nvme(self, rows: I64) -> NDArray[np.bool_]:
+        """Which rows say that nvme has a record."""
+        there: NDArray[np.bool_] = self._places[rows] >= ON_NVME
+        return there
+
+    def places(self, rows: I64) -> U64:
+        """What `layout.places_of` made of each row's block."""
+        return self._places[rows]
 
     def tag_of(self, rows: I64) -> U64:
         """Tags of live rows."""
         return self._tag[rows]
 
-    def generation_of(self, rows: I64) -> U64:
-        """Generations of these rows' addresses."""
-        return self._generation[rows]
-
-    def nvme_of(self, rows: I64) -> U64:
-        """Locations on nvme, 0 where a row has none."""
-        return self._nvme[rows]
-
     def version_of(self, row: int) -> int:
         """Version of one row; even while it does not change."""
         return int(self._version[row])
 
+    def snapshot(self) -> "IndexTable":
+        """A twin whose `address_of` goes on telling what holds now."""
+        twin = copy.copy(self)
+        twin.__dict__["_places"] = self._places.copy()
+        return twin
+
     def close(self) -> None:
         """Gives the memory back; clients that still map the table keep it alive for themselves."""
-        del self._tag, self._check, self._address, self._generation, self._nvme, self._version
+        del self._tag, self._check, self._places, self._version, self._passed
         del self._state, self._bucket_tags
         self.memfd.close()
 
@@ -311,10 +309,12 @@ class IndexTable:
                 its tag.
         """
         self.check_counts()
-        rows = np.flatnonzero(self._tag > _REMOVED)
+        rows = np.flatnonzero(self._tag)
         found, collides = self.find(self._tag[rows], self._check[rows])
         assert collides is None or not collides.any(), "two rows of one tag"
         assert (found == rows).all(), "a live row is out of reach"
+        passed = np.bincount(self._passing(rows), minlength=len(self._passed))
+        assert (passed == self._passed).all(), "rows that passed a bucket"
 
     def check_counts(self) -> None:
         """The part of `check` that looks nothing up.
@@ -322,8 +322,7 @@ class IndexTable:
         Raises:
             AssertionError: See there.
         """
-        live = self._tag > _REMOVED
+        live = self._tag != _EMPTY
         assert int(np.count_nonzero(live)) == self.live_rows, "live rows"
-        assert int(np.count_nonzero(self._tag == _REMOVED)) == self.removed_rows, "removed rows"
         assert not (self._version & np.uint32(1)).any(), "a version is odd at rest"
         assert ((self.ids >= 0) == live).all(), "ids of live rows, and of no others"

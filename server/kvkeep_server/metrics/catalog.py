@@ -38,7 +38,6 @@ class RowState(StrEnum):
     """What a row of the index is."""
 
     LIVE = "live"
-    REMOVED = "removed"
     FREE = "free"
 
 

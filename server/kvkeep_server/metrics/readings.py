@@ -169,14 +169,12 @@ class Readings:
     def _index(self) -> Iterator[Reading]:
         residency = self._service.manager.residency
         table = residency.table
-        live, removed = table.live_rows, table.removed_rows
         for state, rows in (
-            (RowState.LIVE, live),
-            (RowState.REMOVED, removed),
-            (RowState.FREE, table.geometry.rows - live - removed),
+            (RowState.LIVE, table.live_rows),
+            (RowState.FREE, table.geometry.rows - table.live_rows),
         ):
             yield Reading("kvkeep_index_rows", (value_of(state),), rows)
-        yield Reading("kvkeep_index_bytes", (), table.nbytes + residency.columns.nbytes)
+        yield Reading("kvkeep_index_bytes", (), residency.index_nbytes)
         yield Reading("kvkeep_index_rebuilds_total", (), residency.rebuilds_total)
         yield Reading("kvkeep_index_collisions_total", (), residency.collisions_total)
 

@@ -111,9 +111,8 @@ class AdminServicer(pb_grpc.AdminServicer):
         return pb.IndexStats(
             rows=table.geometry.rows,
             blocks=table.live_rows,
-            tombstones=table.removed_rows,
             rebuilds=residency.rebuilds_total,
-            nbytes=table.nbytes + residency.columns.nbytes,
+            nbytes=residency.index_nbytes,
         )
 
     @unary

@@ -62,9 +62,9 @@ class BlockCacheServicer(pb_grpc.BlockCacheServicer):
     async def Await(
         self, request: pb.AwaitRequest, context: Context
     ) -> AsyncIterator[pb.AwaitResponse]:
-        columns = self._service.manager.residency.columns
+        residency = self._service.manager.residency
         async for arrived in self._service.arrivals(self._session(context), request.lease_id):
-            yield convert.arrived_message(arrived, columns)
+            yield convert.arrived_message(arrived, residency)
 
     @unary
     async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseResponse:

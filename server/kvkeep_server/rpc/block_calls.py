@@ -76,16 +76,15 @@ class BlockCalls:
         grant, asked = self.service.acquire(
             session, request.set_index, request.keys, request.groups, order
         )
-        columns = self.service.manager.residency.columns
         if isinstance(grant, Grant):
-            return convert.grant_message(grant, asked, columns, life_s)
+            return convert.grant_message(grant, asked, self.service.manager.residency, life_s)
         return self._late(grant, asked, life_s)
 
     async def _late(
         self, coming: Awaitable[Grant], asked: int, life_s: float
     ) -> pb.AcquireResponse:
-        grant, columns = await coming, self.service.manager.residency.columns
-        return convert.grant_message(grant, asked, columns, life_s)
+        grant = await coming
+        return convert.grant_message(grant, asked, self.service.manager.residency, life_s)
 
     def release(self, session: Session, request: pb.ReleaseRequest) -> pb.ReleaseResponse:
         """Release."""

@@ -38,9 +38,9 @@ from kvkeep_server.service.namespaces import NamespaceSet, OpenedNamespace
 from kvkeep_server.service.sessions import Event
 from kvkeep_server.service.spec import GROUPS_MAX, SWITCHES_NBYTES_MAX, GroupSpec, NamespaceSpec
 from kvkeep_server.tiering.chain import Needed
-from kvkeep_server.tiering.columns import BlockColumns
 from kvkeep_server.tiering.manager import Arrived, Grant, Prefix
 from kvkeep_server.tiering.removal import Removed
+from kvkeep_server.tiering.residency import Residency
 
 RETRY_AFTER_KEY = "kvkeep-retry-after-ms"
 
@@ -264,7 +264,7 @@ def lookup_message(opened: OpenedNamespace, prefix: Prefix) -> pb.LookupResponse
 
 
 def grant_message(
-    grant: Grant, asked: int, columns: BlockColumns, life_s: float
+    grant: Grant, asked: int, residency: Residency, life_s: float
 ) -> pb.AcquireResponse:
     """Answer to Acquire."""
     status = bytearray([BlockStatus.MISS]) * asked
@@ -281,32 +281,33 @@ def grant_message(
         prefix_blocks=grant.prefix.blocks,
         leased_blocks=grant.leased,
         status=bytes(status),
-        columns=_leased(grant.columns, columns),
+        columns=_leased(grant.columns, residency),
         runs=_runs(grant.prefix),
         ended=pb.MissReason.ValueType(grant.prefix.ended),
         evicted_age_s=_age(grant.prefix),
     )
 
 
-def arrived_message(arrived: Arrived, columns: BlockColumns) -> pb.AwaitResponse:
+def arrived_message(arrived: Arrived, residency: Residency) -> pb.AwaitResponse:
     """One answer of Await."""
     return pb.AwaitResponse(
         first_block=arrived.first,
         status=arrived.status,
-        columns=_leased(arrived.columns, columns),
+        columns=_leased(arrived.columns, residency),
     )
 
 
-def _leased(blocks: Sequence[Needed], columns: BlockColumns) -> list[pb.LeasedColumn]:
+def _leased(columns: Sequence[Needed], residency: Residency) -> list[pb.LeasedColumn]:
     return [
         pb.LeasedColumn(
             rank=needed.keyspace.rank,
             group=needed.keyspace.group,
-            addresses=columns.address[needed.ids].tobytes(),
-            generations=columns.generation[needed.ids].tobytes(),
+            addresses=addresses.tobytes(),
+            generations=generations.tobytes(),
             positions=_packed(needed.positions),
         )
-        for needed in blocks
+        for needed in columns
+        for addresses, generations in [residency.slots_of(needed.ids)]
     ]
 
 

@@ -134,7 +134,8 @@ class BlockService:
         self._forget_next_s = now_s + _FORGET_PERIOD_S
         live = {handle for session in self.sessions for handle in session.opened}
         columns = self.manager.residency.columns
-        blocks = np.bincount(columns.keyspace[columns.unit >= 0])
+        ids = np.concatenate((columns.in_use(), columns.withdrawn()))
+        blocks = np.bincount(columns.keyspace[ids])
         return self.namespaces.forget(live, np.flatnonzero(blocks).tolist()) > 0
 
     def lookup(

@@ -227,7 +227,8 @@ class Checker:
         """Takes out what is still the block that was read: a slot that is used anew is no fault."""
         columns = self._manager.residency.columns
         ids, generations = batch.ids[wrong], batch.generations[wrong]
-        same = (columns.row[ids] >= 0) & (columns.generation[ids] == generations)
+        same = columns.row[ids] >= 0
+        same &= self._manager.residency.generations_of(ids) == generations
         ids, generations = ids[same], generations[same]
         if not len(ids):
             return

@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvkeep_server.core.memfd import Memfd, create_sealed
+from kvkeep_server.index.layout import LAYOUT_VERSION
 
 MAGIC = b"KVKTUCH1"
-LAYOUT_VERSION = 1
 HEADER_NBYTES = 4096
 NO_ROW = 0xFFFFFFFF
 _HEAD_OFFSET = 64

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from kvkeep_server.core.clock import Clock
 from kvkeep_server.core.hints import Hints
 from kvkeep_server.core.results import GroupKind, TierId
-from kvkeep_server.index.table import IndexTable, Places
+from kvkeep_server.index.table import IndexTable
 from kvkeep_server.policies import NO_PARENT
 from kvkeep_server.policies.eviction import EvictionPolicy
 from kvkeep_server.tiering.finding import BlockFinder
@@ -101,10 +101,9 @@ class Arrivals(BlockFinder):
         columns.row[ids] = rows
         for entry in entered:
             for own in entry.of_batch:
-                self._join(own, entry.units)
+                columns.join(own, entry.units)
             columns.parent[entry.new] = entry.parents
-            # Keys of a commit differ, so their parents do.
-            columns.children[entry.parents[entry.parents >= 0]] += 1
+            columns.add_children(entry.parents[entry.parents >= 0])
         self.held[TierId.RAM].add(len(ids), self.nbytes_of(ids))
         return of_batch
 
@@ -123,9 +122,9 @@ class Arrivals(BlockFinder):
         before = np.flatnonzero(parents == PARENT_BEFORE)
         parents[before] = units[before - 1]
         for batch, own in zip(sealed, of_batch, strict=True):
-            self._fill(batch, own, units)
+            self._fill(batch, own)
         now = self._clock.monotonic_s()
-        columns.last_used_s[units] = now
+        self._use(units, now)
         fresh = units == of_batch[0]
         entry = _Entered(of_batch, units, units[fresh], parents[fresh])
         # The last boundary of blocks without ancestors is the first in this order, that of use.
@@ -168,19 +167,16 @@ class Arrivals(BlockFinder):
                 if keyspace.index != batch.keyspace.index and alone.any():
                     others = self.find(keyspace, batch.keys)
                     joins = alone & (others >= 0)
-                    units[joins] = self.columns.unit[others[joins]]
+                    units[joins] = self.columns.unit_of(others[joins])
                     alone &= ~joins
         return units
 
-    def _fill(self, batch: Sealed, ids: I64, units: I64) -> None:
+    def _fill(self, batch: Sealed, ids: I64) -> None:
         columns = self.columns
         columns.keyspace[ids] = batch.keyspace.index
         columns.key_words[ids] = 0
         columns.key_words[ids, : batch.keys.words.shape[1]] = batch.keys.words
-        columns.address[ids] = batch.slots.addresses
-        columns.generation[ids] = batch.slots.generations
         columns.checksum[ids] = batch.slots.checksums
-        columns.unit[ids] = units
 
     def _show(self, sealed: Sequence[Sealed], ids: I64) -> I64:
         """Rows of all blocks, batch after batch: clients see them from here on."""
@@ -188,7 +184,7 @@ class Arrivals(BlockFinder):
         return self.table.insert(
             _joined([mark.tags for mark in marks]),
             _joined([mark.checks for mark in marks]),
-            self._places(ids),
+            _joined([batch.slots.addresses for batch in sealed]),
             ids.astype(np.int32),
         )
 
@@ -197,18 +193,9 @@ class Arrivals(BlockFinder):
             return batch.marks
         return Marks(self.table, *self.fingerprints(batch.keyspace, batch.keys))
 
-    def _join(self, ids: I64, units: I64) -> None:
-        """Puts blocks that do not begin a unit of their own behind the first one of theirs."""
-        joins = ids != units
-        if not joins.any():
-            return
-        joined, heads = ids[joins], units[joins]
-        self.columns.next_shard[joined] = self.columns.next_shard[heads]
-        self.columns.next_shard[heads] = joined
-
-    def _places(self, blocks: I64) -> Places:
-        columns = self.columns
-        return Places(columns.address[blocks], columns.generation[blocks], columns.nvme[blocks])
+    def _use(self, units: I64, now: float) -> None:
+        self.columns.set_last_used(units, now)
+        self.columns.reused[units] = True
 
 
 def _joined(parts: list[U64]) -> U64:

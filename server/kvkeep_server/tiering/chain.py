@@ -118,7 +118,7 @@ class Chain:
             full = len(there) if there.all() else int(there.argmin())
             ids = [own[:full] for own in ids]
         groups = [
-            group.only([(own >= 0) & (columns.address[own] != 0) for own in group.ids])
+            group.only([(own >= 0) & (columns.address_of(own) != 0) for own in group.ids])
             for group in self._groups
         ]
         return Chain(self._spaces, ids, groups)
@@ -176,7 +176,7 @@ class Chain:
             return _in_ram(columns, self._ids)[:boundary]
         there = np.ones(boundary, bool)
         for needed in self.needed(boundary):
-            in_ram = columns.address[needed.ids] != 0
+            in_ram = columns.address_of(needed.ids) != 0
             if needed.positions is None:
                 there &= in_ram
             else:
@@ -212,7 +212,7 @@ def at_boundary(finder: BlockFinder, spaces: KeyspaceSet, chain: I64) -> list[I6
 
 def _in_ram(columns: BlockColumns, ids: Sequence[I64]) -> Mask:
     """Which keys have all of their blocks in ram."""
-    there: Mask = columns.address[ids[0]] != 0
+    there: Mask = columns.address_of(ids[0]) != 0
     for own in ids[1:]:
-        there &= columns.address[own] != 0
+        there &= columns.address_of(own) != 0
     return there

@@ -240,7 +240,7 @@ class _Sorting:
             if before < 0:
                 parents[i] = PARENT_NONE
             elif self._chain[before] >= 0:
-                parents[i] = self._finder.columns.unit[self._chain[before]]
+                parents[i] = self._finder.unit(int(self._chain[before]))
             else:
                 parents[i] = _PARENT_MISSING
         return parents

@@ -287,7 +287,7 @@ class Demotion:
         keyspace = self._residency.keyspace_of(int(blocks[0]))
         views = [
             self._ram.view(address, keyspace.block_nbytes)
-            for address in columns.address[blocks].tolist()
+            for address in columns.address_of(blocks).tolist()
         ]
         return await batch.write(self._named(keyspace, blocks), views)
 
@@ -314,11 +314,11 @@ class Demotion:
     def _named(self, keyspace: Keyspace, blocks: I64) -> Blocks:
         """What is written beside the blocks."""
         columns, residency = self._residency.columns, self._residency
-        units = columns.unit[blocks]
+        units = columns.unit_of(blocks)
         parents = columns.parent[units]
         width = -(-keyspace.key_nbytes // 8)
         now_ms = self._nvme.now_ms()
-        ages_ms = (residency.now_s() - columns.last_used_s[units]) * 1000
+        ages_ms = (residency.now_s() - columns.last_used_s(units)) * 1000
         facts = BlockFacts(
             parents=KeyBatch(columns.key_words[parents][:, :width], keyspace.key_nbytes),
             has_parent=parents >= 0,

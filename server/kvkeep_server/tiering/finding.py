@@ -34,17 +34,20 @@ class BlockFinder:
 
     def __init__(self, *, table: IndexTable, clock: Clock, ghost_places: int) -> None:
         """See the class."""
-        self.table = table
-        self.columns = BlockColumns()
+        self.columns = BlockColumns(table)
         self.ghosts = Ghosts(places=ghost_places)
         self.lost: dict[int, MissReason] = {}
         self.collisions_total = 0
         self._clock = clock
-        self._scratch = np.zeros(0, np.int32)
         self._starts: dict[int, tuple[np.uint64, np.uint64]] = {}
         self.keyspaces: list[Keyspace] = []
         self._sizes: I64 = np.zeros(0, np.int64)
         self._ram_only: NDArray[np.bool_] = np.zeros(0, bool)
+
+    @property
+    def table(self) -> IndexTable:
+        """The index."""
+        return self.columns.table
 
     # --- keyspaces and fingerprints
 
@@ -96,7 +99,7 @@ class BlockFinder:
             KeyBatch(words, keyspace.key_nbytes),
             keyspace.block_nbytes,
             columns.nvme[blocks],
-            columns.stamp[blocks],
+            columns.stamp_of(blocks),
         )
 
     def by_keyspace(self, blocks: I64) -> list[I64]:
@@ -155,7 +158,7 @@ class BlockFinder:
         """As `find`, -1 also for blocks that no tier has any more."""
         ids = self.find(keyspace, keys)
         if self.lost:
-            ids[(self.columns.address[ids] == 0) & (self.columns.nvme[ids] == 0)] = -1
+            ids[(self.columns.address_of(ids) == 0) & (self.columns.nvme[ids] == 0)] = -1
         return ids
 
     def prefix(self, keyspaces: Sequence[Keyspace], keys: KeyBatch) -> list[I64]:
@@ -175,12 +178,10 @@ class BlockFinder:
 
         A sane chain has no key twice; a hostile one may.
         """
-        units = self.columns.unit[blocks].astype(np.int64)
-        place = np.arange(len(units), dtype=np.int32)
-        if len(self._scratch) < self.columns.capacity:
-            self._scratch = np.zeros(self.columns.capacity, np.int32)
-        self._scratch[units] = place
-        if (self._scratch[units] == place).all():
+        units = self.columns.unit_of(blocks)
+        # Mostly stored in this order, with ascending ids: no need to sort.
+        ordered = units if (units[1:] > units[:-1]).all() else np.sort(units)
+        if (ordered[1:] != ordered[:-1]).all():
             return units
         _, first = np.unique(units, return_index=True)
         return units[np.sort(first)]
@@ -193,7 +194,7 @@ class BlockFinder:
         key = keys.slice(position, position + 1)
         if self.lost:
             block = int(self.find(keyspace, key)[0])
-            reason = self.lost.get(int(self.columns.unit[block])) if block >= 0 else None
+            reason = self.lost.get(self.unit(block)) if block >= 0 else None
             if reason is not None:
                 return reason, 0.0
         tags, _ = self.fingerprints(keyspace, key)
@@ -213,4 +214,8 @@ class BlockFinder:
             return -1
         if not spaces.has(int(self.columns.keyspace[block])):
             return -1
-        return int(self.columns.unit[block])
+        return self.unit(block)
+
+    def unit(self, block: int) -> int:
+        """Of one block."""
+        return int(self.columns.unit_of(np.array([block]))[0])

@@ -151,7 +151,7 @@ class Leases:
             set_id,
             units,
             blocks,
-            self._residency.columns.generation[blocks],
+            self._residency.generations_of(blocks),
             sum(one.nbytes for one in needed),
             self._clock.monotonic_s() + ttl_s,
             {session_id},
@@ -251,7 +251,7 @@ class Leases:
             self._of_session.setdefault(session_id, set()).add(lease_id)
             heapq.heappush(self._due, (lease.expires_s, lease_id))
             return RenewStatus.RENEWED
-        same = self._residency.columns.generation[lease.blocks] == lease.generations
+        same = self._residency.generations_of(lease.blocks) == lease.generations
         # What never came into ram may be another block by now.
         if not same.all() or not lease.generations.all():
             return RenewStatus.LOST
@@ -286,7 +286,7 @@ class Leases:
 
     def _remember(self, lease: Lease) -> None:
         if lease.coming is not None:
-            lease.generations = self._residency.columns.generation[lease.blocks]
+            lease.generations = self._residency.generations_of(lease.blocks)
             lease.coming = None
         self._expired[lease.lease_id] = lease
         self._expired_blocks += len(lease.blocks)

@@ -397,7 +397,7 @@ class TierManager:
         there, keys = np.ones(len(coming.keys), bool), coming.keys
         for needed in coming.needed:
             own = needed.cut(keys.start, keys.stop)
-            absent = self.residency.columns.address[own.ids] == 0
+            absent = self.residency.columns.address_of(own.ids) == 0
             there[own.at()[absent] - keys.start] = False
         return len(there) if there.all() else int(there.argmin())
 
@@ -405,7 +405,7 @@ class TierManager:
         """Of keys of which the first will not come: why, and what that is for those behind it."""
         columns, first = self.residency.columns, coming.keys[:1]
         ids = np.concatenate([one.ids for one in _columns(coming.needed, first, ())])
-        lost = (columns.address[ids] == 0) & (columns.nvme[ids] == 0)
+        lost = (columns.address_of(ids) == 0) & (columns.nvme[ids] == 0)
         why = BlockStatus.CORRUPT if lost.any() else BlockStatus.TIER_DOWN
         return bytes([why]) + bytes([BlockStatus.MISS]) * (len(coming.keys) - 1)
 

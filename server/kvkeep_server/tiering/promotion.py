@@ -145,7 +145,7 @@ class Promotion:
             return False  # removed meanwhile
         # Root to tail in each keyspace: neighbours on nvme are read in one call.
         blocks, _ = columns.by_chain(units)
-        blocks = blocks[columns.address[blocks] == 0]
+        blocks = blocks[columns.address_of(blocks) == 0]
         parts = self._residency.by_keyspace(blocks)
         with ExitStack() as held:
             reserved = []
@@ -170,7 +170,7 @@ class Promotion:
         """How many units, root to tail, are whole in ram with these blocks, and not removed."""
         columns = self._residency.columns
         whole = columns.whole(
-            units, lambda ids: (columns.address[ids] != 0) | np.isin(ids, arrived)
+            units, lambda ids: (columns.address_of(ids) != 0) | np.isin(ids, arrived)
         )
         whole &= columns.row[units] >= 0
         return len(units) if whole.all() else int(whole.argmin())

@@ -74,7 +74,7 @@ class Records:
         if number != self._decided:
             self._decide(number)
         columns, blocks = self._residency.columns, self._current(rows)
-        wanted: Mask = columns.recorded(columns.unit[blocks].astype(np.int64))
+        wanted: Mask = columns.recorded(columns.unit_of(blocks))
         return wanted & (blocks >= 0)
 
     def _decide(self, number: int) -> None:
@@ -82,11 +82,12 @@ class Records:
         parts, the head of a chain would be kept for its tail, which then goes."""
         self._decided = number
         columns = self._residency.columns
-        units = np.unique(columns.unit[self._of_segment(number)]).astype(np.int64)
+        units = np.unique(columns.unit_of(self._of_segment(number)))
         units = units[columns.recorded(units)]
-        chosen = self._policy.choose(units, columns.last_used_s[units], self._residency.now_s())
+        last_used_s = columns.last_used_s(units)
+        chosen = self._policy.choose(columns.reused[units], last_used_s)
         leaving = closed_part(columns, units[~chosen])
-        self.evicted_ages.add(self._residency.now_s() - columns.last_used_s[leaving])
+        self.evicted_ages.add(self._residency.now_s() - columns.last_used_s(leaving))
         self._residency.forget(columns.blocks_of(leaving), MissReason.EVICTED)
 
     def _of_segment(self, number: int) -> I64:
@@ -97,12 +98,6 @@ class Records:
     def note(self, blocks: I64, locations: U64, stamps: U64) -> None:
         """Records of these blocks are on the medium."""
         self._residency.record(blocks, locations, stamps)
-        units = self._residency.columns.unit[blocks].astype(np.int64)
-        self._policy.written(units, self._residency.now_s())
-
-    def recovered(self, units: I64) -> None:
-        """These came in by recovery: what they were used for before counts no more."""
-        self._policy.written(units, self._residency.now_s())
 
     def moved(self, rows: Rows, locations: U64, stamps: U64) -> None:
         """See `RecordOwner`."""
@@ -116,7 +111,7 @@ class Records:
         """See `RecordOwner`. Rare, so it may look at every block."""
         columns = self._residency.columns
         found = np.flatnonzero(np.isin(columns.nvme, locations) & (columns.row >= 0))
-        same = np.isin(columns.stamp[found], stamps)
+        same = np.isin(columns.stamp_of(found), stamps)
         self._residency.forget(found[same], reason)
         if self.unsettled is not None:
             self.unsettled.gone(locations)
@@ -137,7 +132,7 @@ class Records:
             blocks[places] = self._residency.find(keyspace, KeyBatch(words, keyspace.key_nbytes))
         columns = self._residency.columns
         same = (columns.nvme[blocks] == rows["location"]) & ~is_tombstone(rows)
-        same &= columns.stamp[blocks] == rows["record_seq"]
+        same &= columns.stamp_of(blocks) == rows["record_seq"]
         return np.where(same & (blocks >= 0), blocks, -1)
 
 

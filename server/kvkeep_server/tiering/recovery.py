@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from kvkeep_server.core.keys import KeyBatch
 from kvkeep_server.core.results import GroupKind, MissReason, TierId
-from kvkeep_server.index.table import Places, TableFullError
+from kvkeep_server.index.layout import places_of
+from kvkeep_server.index.table import TableFullError
 from kvkeep_server.tiering.keyspaces import Keyspace
 from kvkeep_server.tiering.records import Records, by_keyspace
 from kvkeep_server.tiering.recovered import Found, Judged, Mixer, judged
@@ -25,6 +26,7 @@ from kvkeep_server.tiers.record import Rows, is_tombstone
 
 I64 = NDArray[np.int64]
 U64 = NDArray[np.uint64]
+Mask = NDArray[np.bool_]
 
 # How long blocks enter the index without a pause, and how many at first and at most.
 _SLICE_S = 0.005
@@ -191,7 +193,7 @@ class Recovery:
         columns, rows = self._residency.columns, found.rows
         there = self._find(rows[at], "key")
         known = there >= 0
-        ids_of_units[found.unit[at[known]]] = columns.unit[there[known]]
+        ids_of_units[found.unit[at[known]]] = columns.unit_of(there[known])
         at = at[~known]
         if not len(at):
             return
@@ -218,18 +220,23 @@ class Recovery:
             columns.free(ids)
             self.counts.useless += len(ids)
             return
-        last = np.append(first[1:], True)
-        ends = ids[last][joins[first]]
-        heads = ids_of_units[unit[joins]]
-        columns.next_shard[ids[:-1][~first[1:]]] = ids[1:][~first[1:]]
-        columns.next_shard[ends] = columns.next_shard[heads]
-        columns.next_shard[heads] = ids[joins]
+        if not begins.all():
+            self._link_shards(ids, ids_of_units[unit], first, joins)
         columns.parent[ids[begins]] = parent
-        np.add.at(columns.children, parent[parent >= 0], 1)
+        columns.add_children(parent[parent >= 0])
         self._residency.held[TierId.NVME].add(len(ids), self._residency.nbytes_of(ids))
         self.counts.blocks += len(ids)
-        self._records.recovered(ids[begins])
         self._catch_up(ids, orphans)
+
+    def _link_shards(self, ids: I64, units: I64, first: Mask, joins: Mask) -> None:
+        """Blocks of units, unit after unit: `first` of theirs here, and `joins` where the unit was
+        there before."""
+        unit, following = self._residency.columns.shards()
+        unit[ids] = units
+        following[ids[:-1][~first[1:]]] = ids[1:][~first[1:]]
+        ends = ids[np.append(first[1:], True)][joins[first]]
+        following[ends] = following[units[joins]]
+        following[units[joins]] = ids[joins]
 
     def _find(self, rows: Found, field: str) -> I64:
         """Ids of the keys in a field, -1 where there is none."""
@@ -249,7 +256,7 @@ class Recovery:
         parents = np.full(len(at), -1, np.int64)
         heads = self._find(found.rows[found.starts[above[linked]]], "key")
         there = heads >= 0
-        parents[linked[there]] = self._residency.columns.unit[heads[there]]
+        parents[linked[there]] = self._residency.columns.unit_of(heads[there])
         return parents
 
     def _fill(self, rows: Found, ids: I64, units: I64) -> None:
@@ -257,12 +264,10 @@ class Recovery:
         columns.keyspace[ids] = rows["keyspace"]
         columns.key_words[ids] = rows["key"][:, :width]
         columns.checksum[ids] = rows["checksum"]
-        columns.unit[ids] = units
-        columns.nvme[ids] = rows["location"]
-        columns.stamp[ids] = rows["stamp"]
+        columns.set_record(ids, rows["location"], rows["stamp"])
         age_s = (self._nvme.now_ms() - rows["last_used_ms"].astype(np.float64)) / 1000
         begins = ids == units
-        columns.last_used_s[ids[begins]] = self._residency.now_s() - age_s[begins]
+        columns.set_last_used(ids[begins], self._residency.now_s() - age_s[begins])
 
     def _show(self, ids: I64) -> None:
         columns, residency = self._residency.columns, self._residency
@@ -273,8 +278,7 @@ class Recovery:
             words = columns.key_words[ids[own]][:, : -(-keyspace.key_nbytes // 8)]
             batch = KeyBatch(np.ascontiguousarray(words), keyspace.key_nbytes)
             tags[own], checks[own] = residency.fingerprints(keyspace, batch)
-        nowhere = np.zeros(len(ids), np.uint64)
-        places = Places(nowhere, nowhere, columns.nvme[ids])
+        places = places_of(np.zeros(len(ids), np.uint64), np.ones(len(ids), np.bool_))
         columns.row[ids] = residency.table.insert(tags, checks, places, ids.astype(np.int32))
 
     def _catch_up(self, ids: I64, orphans: I64) -> None:
@@ -288,5 +292,5 @@ class Recovery:
                 self._residency.record(np.array([block]), new[:, 0], new[:, 1])
         gone = np.isin(columns.nvme[ids], np.array(sorted(self._gone), np.uint64))
         gone |= np.isin(columns.nvme[ids] >> _SHIFT, np.array(sorted(self._segments_lost)))
-        gone |= np.isin(columns.unit[ids], orphans)
+        gone |= np.isin(columns.unit_of(ids), orphans)
         self._residency.forget(ids[gone], MissReason.CORRUPT)

@@ -120,7 +120,7 @@ class Removal:
         for keyspace in siblings:
             blocks = self._residency.find(keyspace, keys)
             there = blocks >= 0
-            units[there] = self._residency.columns.unit[blocks[there]]
+            units[there] = self._residency.columns.unit_of(blocks[there])
         return units
 
     async def _others_out(self, spaces: KeyspaceSet, keys: KeyBatch, removed: Removed) -> Removed:
@@ -146,8 +146,9 @@ class Removal:
         columns = self._residency.columns
 
         def find() -> I64:
-            same = (columns.row[blocks] >= 0) & (columns.generation[blocks] == generations)
-            return np.where(same, columns.unit[blocks], -1).astype(np.int64)
+            same = columns.row[blocks] >= 0
+            same &= self._residency.generations_of(blocks) == generations
+            return np.where(same, columns.unit_of(blocks), -1)
 
         with contextlib.suppress(TierUnavailableError):
             return await self._take_out(find, MissReason.CORRUPT, rounds=_ROUNDS_MAX)

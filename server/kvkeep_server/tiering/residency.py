@@ -6,7 +6,6 @@ out, units whole.
 """
 
 import random
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,36 +14,18 @@ from kvkeep_server.core.clock import Clock
 from kvkeep_server.core.hints import Hints
 from kvkeep_server.core.histogram import AGE_BOUNDS_S, Histogram
 from kvkeep_server.core.results import MissReason, TierId
-from kvkeep_server.index.layout import STATE_MOVED, STATE_STOPPED, Multipliers
-from kvkeep_server.index.table import IndexTable, TableFullError
+from kvkeep_server.index.layout import STATE_MOVED, STATE_STOPPED, places_of
 from kvkeep_server.policies.eviction import EvictionPolicy
 from kvkeep_server.tiering.arrivals import Arrivals
 from kvkeep_server.tiering.audit import Audit
 from kvkeep_server.tiering.lineage import closed_part, descended
-from kvkeep_server.tiering.rebuild import PreparedTable, fill_table
+from kvkeep_server.tiering.rebuild import PreparedTable, TableMaker, TableSettings
 from kvkeep_server.tiering.sealed import Slots
 from kvkeep_server.tiers.ram.tier import RamTier
 
 I64 = NDArray[np.int64]
 U64 = NDArray[np.uint64]
 NO_HINTS = Hints()
-
-
-@dataclass(frozen=True, slots=True)
-class TableSettings:
-    """How index tables are made.
-
-    Attributes:
-        server_epoch: Of this daemon.
-        rows_initial: Rows of the first table.
-        load_max: Share of used rows above which a table is rebuilt.
-        ghost_places: Of the ghost table, a power of two.
-    """
-
-    server_epoch: int
-    rows_initial: int
-    load_max: float
-    ghost_places: int = 65536
 
 
 class Residency(Arrivals):
@@ -72,11 +53,12 @@ class Residency(Arrivals):
         settings: TableSettings,
     ) -> None:
         """See the class."""
-        self._source = source
-        self._settings = settings
-        table = self._new_table(settings.rows_initial, table_id=1)
+        self._tables = TableMaker(source, settings)
         super().__init__(
-            table=table, policy=policy, clock=clock, ghost_places=settings.ghost_places
+            table=self._tables.first(),
+            policy=policy,
+            clock=clock,
+            ghost_places=settings.ghost_places,
         )
         self._ram = ram
         self.evicted_total = 0
@@ -91,28 +73,46 @@ class Residency(Arrivals):
         return self.held[TierId.RAM].nbytes
 
     @property
+    def index_nbytes(self) -> int:
+        """Bytes of the table, the columns and what the policy keeps; full keys not counted."""
+        return self.table.nbytes + self.columns.nbytes + self._policy.nbytes
+
+    @property
     def left(self) -> dict[MissReason, int]:
         """Blocks that left ram and did not stay on nvme, by reason."""
         return self.held[TierId.RAM].left
 
     # --- use and pins
 
+    def slots_of(self, blocks: I64) -> tuple[U64, U64]:
+        """Addresses of the slots in which blocks lie, and their generations; 0 = not in ram."""
+        addresses = self.columns.address_of(blocks)
+        there = addresses != 0
+        if there.all():
+            return addresses, self._ram.generations(addresses)
+        generations = np.zeros(len(blocks), np.uint64)
+        generations[there] = self._ram.generations(addresses[there])
+        return addresses, generations
+
+    def generations_of(self, blocks: I64) -> U64:
+        """The second half of `slots_of`."""
+        return self.slots_of(blocks)[1]
+
     def touch(self, units: I64, hints: Hints) -> None:
         """A request used these units, which differ from each other, in chain order."""
         if len(units):
             now = self._clock.monotonic_s()
-            self.reuse_ages.add(now - self.columns.last_used_s[units])
-            self.columns.last_used_s[units] = now
+            self.reuse_ages.add(now - self.columns.last_used_s(units))
+            self._use(units, now)
             self._policy.touch(units[self.columns.in_ram[units]], hints, now)
 
     def pin(self, units: I64) -> None:
         """Forbids eviction until the matching `unpin`. The units differ from each other."""
         if len(units):
-            pins = self.columns.pins[units]
-            idle = units[(pins == 0) & self.columns.in_ram[units]]
+            idle = units[(self.columns.pins[units] == 0) & self.columns.in_ram[units]]
             if len(idle):
                 self._policy.pin(idle)
-            self.columns.pins[units] = pins + 1
+            self.columns.add_pins(units)
 
     def unpin(self, units: I64) -> None:
         """Takes one pin of each back."""
@@ -123,7 +123,8 @@ class Residency(Arrivals):
             idle = units[pins == 1]
             withdrawn = self.columns.row[idle] < 0
             if withdrawn.any():
-                self._free(self.columns.blocks_of(idle[withdrawn]))
+                blocks = self.columns.blocks_of(idle[withdrawn])
+                self._free(blocks, self.columns.address_of(blocks))
                 idle = idle[~withdrawn]
             idle = idle[self.columns.in_ram[idle]]
             if len(idle):
@@ -145,23 +146,27 @@ class Residency(Arrivals):
         columns, pinned = self.columns, self.columns.pins[units] > 0
         blocks = columns.blocks_of(units)
         rows = columns.row[blocks].astype(np.int64)
-        last_used_s = columns.last_used_s[columns.unit[blocks]]
+        addresses = columns.address_of(blocks)
+        last_used_s = columns.last_used_s(columns.unit_of(blocks))
         self.ghosts.remember(self.table.tag_of(rows), last_used_s, reason)
         if reason is MissReason.EVICTED:
-            was_in_ram = columns.address[blocks] != 0
-            self.evicted_ages.add(self._clock.monotonic_s() - last_used_s[was_in_ram])
+            self.evicted_ages.add(self._clock.monotonic_s() - last_used_s[addresses != 0])
         self.table.remove(rows)
         parents = columns.parent[units]
-        parents = parents[parents >= 0]
-        np.subtract.at(columns.children, parents, 1)
+        columns.drop_children(parents[parents >= 0])
         self._leave_policy(units)
-        self._count_out(TierId.RAM, blocks[columns.address[blocks] != 0], reason)
+        self._count_out(TierId.RAM, blocks[addresses != 0], reason)
         self._count_out(TierId.NVME, blocks[columns.nvme[blocks] != 0], reason)
         columns.row[blocks] = -1
         columns.parent[units] = -1
         for unit in units.tolist() if self.lost else ():
             self.lost.pop(unit, None)
-        self._free(blocks if not pinned.any() else columns.blocks_of(units[~pinned]))
+        if pinned.any():
+            stays = np.isin(columns.unit_of(blocks), units[pinned])
+            columns.withdraw(blocks[stays], addresses[stays])
+            self._free(blocks[~stays], addresses[~stays])
+        else:
+            self._free(blocks, addresses)
         return len(blocks)
 
     def _count_out(self, tier: TierId, blocks: I64, reason: MissReason) -> None:
@@ -169,9 +174,8 @@ class Residency(Arrivals):
         held.add(-len(blocks), -self.nbytes_of(blocks))
         held.left[reason] += len(blocks)
 
-    def _free(self, blocks: I64) -> None:
+    def _free(self, blocks: I64, addresses: U64) -> None:
         """Slots and ids of blocks that are in the index no more."""
-        addresses = self.columns.address[blocks]
         self._ram.free(addresses[addresses != 0])
         self.columns.free(blocks)
 
@@ -181,9 +185,9 @@ class Residency(Arrivals):
         """Records of these blocks, which had none, or have others from now on, lie on nvme."""
         new = blocks[self.columns.nvme[blocks] == 0]
         self.held[TierId.NVME].add(len(new), self.nbytes_of(new))
-        self.columns.nvme[blocks] = locations
-        self.columns.stamp[blocks] = stamps
-        self._publish(blocks)
+        self.columns.set_record(blocks, locations, stamps)
+        self.columns.reused[self.columns.unit_of(blocks)] = False
+        self._move(blocks, self.columns.address_of(blocks))
 
     def forget(self, blocks: I64, reason: MissReason) -> None:
         """The records of these blocks are no more. Units that no tier has whole are `lost`.
@@ -192,11 +196,9 @@ class Residency(Arrivals):
         """
         blocks = blocks[(self.columns.nvme[blocks] != 0) & (self.columns.row[blocks] >= 0)]
         self._count_out(TierId.NVME, blocks, reason)
-        self.columns.nvme[blocks] = 0
-        self.columns.stamp[blocks] = 0
-        self._publish(blocks)
-        units = np.unique(self.columns.unit[blocks]).astype(np.int64)
-        self._note_lost(units, reason)
+        self.columns.set_record(blocks, 0, np.zeros(len(blocks), np.uint64))
+        self._move(blocks, self.columns.address_of(blocks))
+        self._note_lost(np.unique(self.columns.unit_of(blocks)), reason)
 
     def _note_lost(self, units: I64, reason: MissReason) -> None:
         for unit in units[~self.columns.placed(units)].tolist():
@@ -205,9 +207,7 @@ class Residency(Arrivals):
     def promote(self, blocks: I64, slots: Slots, hints: Hints) -> None:
         """Blocks of whole units, in chain order within a keyspace, lie in ram as well."""
         columns = self.columns
-        columns.address[blocks] = slots.addresses
-        columns.generation[blocks] = slots.generations
-        self._publish(blocks)
+        self._move(blocks, slots.addresses)
         self.held[TierId.RAM].add(len(blocks), self.nbytes_of(blocks))
         units = self.units_of(blocks)
         units = units[~columns.in_ram[units]]
@@ -239,21 +239,23 @@ class Residency(Arrivals):
         """Gives the slots of units back; the number of blocks."""
         columns = self.columns
         blocks = columns.blocks_of(units)
-        blocks = blocks[columns.address[blocks] != 0]
-        addresses = columns.address[blocks]
-        self.evicted_ages.add(self._clock.monotonic_s() - columns.last_used_s[columns.unit[blocks]])
+        addresses = columns.address_of(blocks)
+        blocks, addresses = blocks[addresses != 0], addresses[addresses != 0]
+        last_used_s = columns.last_used_s(columns.unit_of(blocks))
+        self.evicted_ages.add(self._clock.monotonic_s() - last_used_s)
         self.held[TierId.RAM].add(-len(blocks), -self.nbytes_of(blocks))
-        columns.address[blocks] = 0
-        columns.generation[blocks] = 0
-        self._publish(blocks)
+        self._move(blocks, np.zeros(len(blocks), np.uint64))
         self._leave_policy(units)
         self._ram.free(addresses)
         return len(blocks)
 
-    def _publish(self, blocks: I64) -> None:
-        """Lets clients see where blocks are; not of those that left the index."""
-        blocks = blocks[self.columns.row[blocks] >= 0]
-        self.table.move(self.columns.row[blocks].astype(np.int64), self._places(blocks))
+    def _move(self, blocks: I64, addresses: U64) -> None:
+        """Lets clients see where blocks are in ram, and whether nvme has them; not of those that
+        left the index."""
+        rows = self.columns.row[blocks].astype(np.int64)
+        here = rows >= 0
+        places = places_of(addresses[here], self.columns.nvme[blocks[here]] != 0)
+        self.table.move(rows[here], places)
 
     # --- who leaves ram
 
@@ -270,7 +272,7 @@ class Residency(Arrivals):
         columns = self.columns
         ids = columns.in_use()
         units = np.zeros(columns.capacity, bool)
-        units[columns.unit[ids[np.isin(columns.address[ids], addresses)]]] = True
+        units[columns.unit_of(ids[np.isin(columns.address_of(ids), addresses)])] = True
         units = descended(columns.parent, units)
         leaving = np.flatnonzero(units & columns.in_ram)
         if not columns.pins[leaving].any():
@@ -280,22 +282,25 @@ class Residency(Arrivals):
         """Which of these slots must stay: those of a pinned unit, or of one with a pinned
         descendant, and those of no block, which a commit is about to fill."""
         ids = self.columns.not_held()
-        return ~np.isin(addresses, self.columns.address[ids])
+        return ~np.isin(addresses, self.columns.address_of(ids))
 
     def oldest_addresses(self, nbytes: int, count: int) -> U64:
         """Slots for blocks of this size whose units were not used for longest and may leave."""
         columns, ids = self.columns, self.columns.not_held()
-        sizes = self._ram.slabs.slot_nbytes(columns.address[ids])
+        sizes = self._ram.slabs.slot_nbytes(columns.address_of(ids))
         ids = ids[sizes == self._ram.slot_nbytes(nbytes)]
-        order = np.argsort(columns.last_used_s[columns.unit[ids]], kind="stable")
-        oldest: U64 = columns.address[ids[order[:count]]]
-        return oldest
+        order = np.argsort(columns.last_used_s(columns.unit_of(ids)), kind="stable")
+        return columns.address_of(ids[order[:count]])
 
     # --- the table
 
     def index_room(self) -> int:
         """Rows that may still be inserted before the table must be rebuilt."""
-        return self.table.room(self._settings.load_max)
+        return self.table.room(self._tables.settings.load_max)
+
+    def rows_wanted(self, more: int) -> int:
+        """Rows of the next table, so that `more` of them may be inserted, and some again."""
+        return self._tables.settings.rows_for(self.table.live_rows + more)
 
     def build_table(self, rows: int) -> PreparedTable:
         """A new table of another seed with all that is in the present one.
@@ -306,43 +311,25 @@ class Residency(Arrivals):
         Raises:
             OSError: No memory for it.
         """
-        while True:
-            table = self._new_table(rows, table_id=self.table.table_id + 1)
-            try:
-                return fill_table(table, self.columns, self.keyspaces)
-            except TableFullError:
-                rows *= 2
-                table.close()
-            except BaseException:
-                table.close()
-                raise
+        return self._tables.next(self.columns, self.keyspaces, rows)
 
     def adopt_table(self, prepared: PreparedTable) -> None:
         """Makes a built table the index. The caller has told clients of it before or does so right
         after."""
         old = self.table
-        ids, rows, table = prepared.ids, prepared.rows, prepared.table
-        self.columns.row[ids] = rows
+        ids, table = prepared.ids, prepared.table
         # Blocks may have moved between tiers while it was built.
-        places = self._places(ids)
-        moved = table.address_of(rows) != places.addresses
-        moved |= table.generation_of(rows) != places.generations
-        moved |= table.nvme_of(rows) != places.nvme
-        self.table = table
-        self._publish(ids[moved])
+        rows = prepared.rows.astype(np.int64)
+        places = old.places(self.columns.row[ids].astype(np.int64))
+        moved = table.places(rows) != places
+        table.move(rows[moved], places[moved])
+        self.columns.row[ids] = rows
+        self.columns.table = table
         self._starts = prepared.starts
         self.ghosts.clear()
         self.rebuilds_total += 1
         old.set_state(STATE_MOVED)
         old.close()
-
-    def _new_table(self, rows: int, *, table_id: int) -> IndexTable:
-        return IndexTable(
-            rows=rows,
-            multipliers=Multipliers.draw(self._source),
-            server_epoch=self._settings.server_epoch,
-            table_id=table_id,
-        )
 
     def stop(self) -> None:
         """Tells clients that nobody keeps the index any more."""

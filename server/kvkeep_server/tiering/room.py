@@ -202,10 +202,7 @@ class RoomMaker:
 
     async def _rebuild(self, rows: int) -> None:
         """Builds in a thread, so that look-ups and leases go on; commits wait in `index_rows`."""
-        table = self._residency.table
-        wanted = max(2 * table.geometry.rows, 2 * (table.live_rows + rows))
-        if table.removed_rows > table.live_rows:
-            wanted = table.geometry.rows
+        wanted = self._residency.rows_wanted(rows)
         try:
             prepared = await asyncio.to_thread(self._residency.build_table, wanted)
         except OSError as error:

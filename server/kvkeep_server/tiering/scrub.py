@@ -45,25 +45,26 @@ class BytesBatch:
         end of a stretch of ids. Event loop only."""
         columns = audit.columns
         stop = min(start + _IDS, columns.capacity)
-        here = (columns.row[start:stop] >= 0) & (columns.address[start:stop] != 0)
-        ids = start + np.flatnonzero(here)
+        ids = start + np.flatnonzero(columns.row[start:stop] >= 0)
+        addresses = columns.address_of(ids)
+        ids, addresses = ids[addresses != 0], addresses[addresses != 0]
         spaces = [audit.keyspaces[number] for number in columns.keyspace[ids].tolist()]
         ends = np.cumsum([space.block_nbytes for space in spaces])
         count = max(1, int(np.searchsorted(ends, nbytes_max, side="right")))
         if count < len(ids):
             stop = int(ids[count])
-            ids, spaces = ids[:count], spaces[:count]
+            ids, addresses, spaces = ids[:count], addresses[:count], spaces[:count]
         packed = columns.key_words[ids].tobytes()
         stride = columns.key_words.shape[1] * 8
         return cls(
             ids=ids,
-            generations=columns.generation[ids],
+            generations=audit.ram.generations(addresses),
             checksums=columns.checksum[ids].tolist(),
             keyspaces=spaces,
             keys=[packed[i * stride : i * stride + s.key_nbytes] for i, s in enumerate(spaces)],
             views=[
                 audit.ram.view(address, space.block_nbytes)
-                for address, space in zip(columns.address[ids].tolist(), spaces, strict=True)
+                for address, space in zip(addresses.tolist(), spaces, strict=True)
             ],
             nbytes=int(ends[len(ids) - 1]) if len(ids) else 0,
             stop=stop,

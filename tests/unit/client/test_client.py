@@ -42,7 +42,7 @@ def test_hello_says_who_and_which_layout(daemon):
     with kvkeep.connect(daemon.directory, client_name="engine 7", staging_nbytes=3 << 20):
         session = daemon.only_session()
         assert session.hello.client_name == "engine 7"
-        assert list(session.hello.layout_versions) == [1]
+        assert list(session.hello.layout_versions) == [2]
         assert session.hello.staging_nbytes == 3 << 20
         assert session.hello.pid == os.getpid()
 
@@ -260,7 +260,7 @@ def test_the_index_moves(daemon, namespace):
     assert namespace.lookup(keys).blocks == 3
     old = daemon.index
     places = [
-        (key, int(old.address[row]), int(old.generation[row]))
+        (key, int(old.place[row]))
         for key in keys
         for row in [old.row_of(daemon.opened[0].namespace_id(0), 0, key)]
     ]

@@ -24,7 +24,7 @@ def keys(namespace):
 
 def page_of(daemon, key: bytes) -> int:
     row = daemon.index.row_of(daemon.opened[0].namespace_id(0), 0, key)
-    return int(daemon.index.address[row])
+    return int(daemon.index.place[row])
 
 
 def test_views_show_the_blocks_and_the_lease_goes_back(daemon, namespace, keys):
@@ -237,7 +237,7 @@ def test_a_chunk_that_is_not_mapped_yet_is_waited_for(daemon, namespace, monkeyp
 
 def test_a_chunk_that_never_comes_gives_the_lease_back(daemon, namespace):
     keys = chain(1)
-    daemon.index.insert(daemon.opened[0].namespace_id(0), 0, keys[0], 9 << 32 | 300, 2)
+    daemon.index.insert(daemon.opened[0].namespace_id(0), 0, keys[0], 9 << 32 | 300)
     with pytest.raises(kvkeep.UnavailableError, match=r"chunks \[9\]"):
         namespace.acquire(keys, timeout_s=0.05)
     wait_until(lambda: not daemon.leases, 10, "the lease comes back")
@@ -246,7 +246,7 @@ def test_a_chunk_that_never_comes_gives_the_lease_back(daemon, namespace):
 
 def test_an_address_outside_of_its_chunk_is_refused(daemon, namespace):
     keys = chain(1)
-    daemon.index.insert(daemon.opened[0].namespace_id(0), 0, keys[0], 2**32 - 1, 2)
+    daemon.index.insert(daemon.opened[0].namespace_id(0), 0, keys[0], 2**32 - 1)
     with pytest.raises(kvkeep.KVKeepError), namespace.acquire(keys) as acquired:
         acquired.views()
 

@@ -132,7 +132,7 @@ def patched(region: FakeRegion, offset: int, form: str, value: object) -> memory
     ("offset", "form", "value", "match"),
     [
         (0, "8s", b"KVKINDX1", "begins with"),
-        (8, "<I", 2, "layout version 2"),
+        (8, "<I", 1, "layout version 1"),
         (12, "<I", 1, "another chunk"),
         (16, "<Q", 43, "another chunk"),
         (24, "<Q", 2 * MiB, "another chunk"),
@@ -162,7 +162,7 @@ def test_a_chunk_that_contradicts_itself_is_refused(offset, form, value, match):
         (48, "<Q", 1, "another table"),
         (56, "<Q", 0, "column"),
         (64, "<Q", 4097, "column"),
-        (96, "<Q", 2**62, "column"),
+        (88, "<Q", 2**62, "column"),
     ],
 )
 def test_an_index_that_contradicts_itself_is_refused(offset, form, value, match):
@@ -173,7 +173,7 @@ def test_an_index_that_contradicts_itself_is_refused(offset, form, value, match)
 
 @pytest.mark.parametrize(
     ("offset", "form", "value"),
-    [(0, "8s", b"KVKCHNK1"), (8, "<I", 2), (12, "<I", 0), (12, "<I", 63), (12, "<I", 128)],
+    [(0, "8s", b"KVKCHNK1"), (8, "<I", 1), (12, "<I", 0), (12, "<I", 63), (12, "<I", 128)],
 )
 def test_a_touch_ring_that_contradicts_itself_is_refused(offset, form, value):
     with pytest.raises(RegionError):

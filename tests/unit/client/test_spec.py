@@ -125,7 +125,7 @@ def test_every_field_reaches_the_wire():
         groups=[dataclasses.replace(KV, retention_class="gold")],
     )
     message = open_request(spec, (1, 2))
-    assert (list(message.local_ranks), message.layout_version) == ([1, 2], 1)
+    assert (list(message.local_ranks), message.layout_version) == ([1, 2], 2)
     for field in dataclasses.fields(spec):
         on_wire = getattr(message.spec, field.name)
         if field.name == "groups":

@@ -26,13 +26,13 @@ CASES = [
 
 def table_of(*, a: list[int], b: list[int], buckets: int) -> IndexTable:
     """An empty table with these multipliers."""
-    columns = [4096 + 4096 * i for i in range(6)]
-    region = bytearray(4096 * 7)
+    columns = [4096 + 4096 * i for i in range(5)]
+    region = bytearray(4096 * 6)
     header = [1, 42, 1, buckets, 8 * buckets, len(region), *columns]
     region[:8] = b"KVKINDX1"
-    region[8:12] = (1).to_bytes(4, "little")
+    region[8:12] = (2).to_bytes(4, "little")
     region[12:16] = header[0].to_bytes(4, "little")
-    region[16:104] = np.array(header[1:], dtype=np.uint64).tobytes()
+    region[16:96] = np.array(header[1:], dtype=np.uint64).tobytes()
     region[128:384] = np.array(a + b, dtype=np.uint64).tobytes()
     return IndexTable(memoryview(region), table_id=1, server_epoch=42)
 
@@ -112,14 +112,16 @@ def test_index_table():
         key = bytes.fromhex(entry["key"])
         seed = table.seed(bytes.fromhex(vector["namespace_id"]), vector["group"], len(key))
         found = table.find(seed, Words(key, len(key)), 1)
-        rows = table.find_rows(seed, Words(key, len(key)), 1)
+        rows = table.find_rows(seed, Words(key, len(key)), 1, lambda addresses: addresses * 2)
+        on_nvme = table.find_on_nvme(seed, Words(key, len(key)), 1)
         assert found.blocks == int(entry["found"])
         assert rows.found == found
         if entry["found"]:
             assert (found.last_row, found.last_version) == (entry["row"], entry["version"])
             ((address, generation),) = rows.places
             assert address.tolist() == [int(entry["address"], 16)]
-            assert generation.tolist() == [int(entry["generation"], 16)]
+            assert generation.tolist() == [2 * int(entry["address"], 16)]
+        assert on_nvme == entry["on_nvme"]
 
 
 def test_chunk_header():

@@ -88,6 +88,10 @@ class EvictionPolicy(Protocol):
             Shape (m,), m <= count. Shorter only if nothing else may leave.
         """
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what the policy keeps."""
+
     def check(self) -> None:
         """Audits what the policy keeps.
 

@@ -5,7 +5,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvkeep_server.policies import BlockIds, BlockMask
+from kvkeep_server.policies import BlockMask
 
 __all__ = ["ReinsertionPolicy"]
 
@@ -18,14 +18,10 @@ class ReinsertionPolicy(Protocol):
     was given back.
     """
 
-    def choose(self, ids: BlockIds, last_used_s: NDArray[np.float64], now: float) -> BlockMask:
-        """Which of these shall be written again.
+    def choose(self, reused: BlockMask, last_used_s: NDArray[np.float64]) -> BlockMask:
+        """Which of these blocks shall be written again.
 
         Args:
-            ids: Shape (n,).
-            last_used_s: Of each, monotonic seconds.
-            now: Monotonic seconds.
+            reused: Whether each was used since it was written, shape (n,).
+            last_used_s: When each was used last, monotonic seconds, shape (n,).
         """
-
-    def written(self, ids: BlockIds, now: float) -> None:
-        """Records of these blocks are written now, for the first time or again."""

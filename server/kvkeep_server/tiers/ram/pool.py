@@ -24,9 +24,9 @@ from kvkeep_server.core.memfd import (
 )
 from kvkeep_server.core.memory_limit import MemoryLimit
 from kvkeep_server.core.quantities import show_size
+from kvkeep_server.index.layout import LAYOUT_VERSION
 
 MAGIC = b"KVKCHNK1"
-LAYOUT_VERSION = 1
 GENERATIONS_OFFSET = PAGE_NBYTES
 CHUNKS_MAX = 1 << 16
 # Left to the daemon itself when the pool grows: a pool that takes the last page has the daemon

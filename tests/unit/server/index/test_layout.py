@@ -103,10 +103,11 @@ def test_entries_of_the_vectors_have_the_fingerprints_of_their_rows():
 @given(rows=st.integers(1, 1 << 40))
 def test_geometry_has_room_for_every_column(rows):
     geometry = Geometry.for_rows(rows)
-    assert rows <= geometry.rows < rows + layout.BUCKET_ROWS
+    assert rows <= geometry.rows < rows + 2 * layout.BUCKET_ROWS
+    assert geometry.buckets % 2 == 1
     ends = [
-        offset + geometry.rows * np.dtype(kind).itemsize
-        for offset, (_, kind) in zip(geometry.offsets, layout.COLUMNS, strict=True)
+        offset + geometry.rows // rows_each * np.dtype(kind).itemsize
+        for offset, (_, kind, rows_each) in zip(geometry.offsets, layout.COLUMNS, strict=True)
     ]
     assert geometry.offsets[0] >= 384  # behind the header
     assert all(offset % layout.PAGE_NBYTES == 0 for offset in geometry.offsets)
@@ -126,7 +127,7 @@ def test_a_seed_is_odd_and_differs_from_the_next_one():
     assert first != second
 
 
-def test_lowest_tags_are_reserved_for_empty_and_removed():
+def test_the_lowest_tag_is_reserved_for_empty_rows():
     zero = Multipliers((0,) * 16, (0,) * 16)
     assert fingerprint(zero, bytes(16), 0, bytes(16))[0] == layout.TAG_FIRST
 

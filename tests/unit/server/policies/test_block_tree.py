@@ -98,8 +98,8 @@ def test_a_broken_guarantee_is_noticed(tree, broken_call, words):
         ("_children", 700, 1, "child counts"),
         ("_parents", 2, 600, "child of an absent block"),
         ("_parents", 2, -7, "no id"),
-        ("_resident", 1, False, "child of an absent block"),
-        ("_pinned", 700, True, "absent block is pinned"),
+        ("_state", 1, 0, "child of an absent block"),
+        ("_state", 700, 3, "a state"),
     ],
 )
 def test_check_sees_a_broken_invariant(tree, array, block, value, words):
@@ -107,3 +107,21 @@ def test_check_sees_a_broken_invariant(tree, array, block, value, words):
     getattr(tree, array)[block] = value
     with pytest.raises(AssertionError, match=words):
         tree.check()
+
+
+def test_a_block_with_more_children_than_16_bits_count_is_no_leaf():
+    tree = BlockTree()
+    count = 65_537
+    tree.insert(np.array([0]), np.array([-1]))
+    children = np.arange(1, count + 1)
+    for start in range(0, count, 4096):
+        some = children[start : start + 4096]
+        tree.insert(some, np.zeros(len(some), np.int64))
+    assert tree.child_count(0) == count
+    tree.check()
+    assert tree.remove(children[:-1]).tolist() == [0]
+    assert tree.child_count(0) == 1
+    assert not tree.is_evictable(0)
+    tree.remove(children[-1:])
+    assert tree.is_evictable(0)
+    tree.check()

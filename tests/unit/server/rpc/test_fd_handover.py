@@ -61,7 +61,7 @@ def connect(path):
 
 
 def hello(**fields):
-    fields = {"client_name": "test", "layout_versions": [1], **fields}
+    fields = {"client_name": "test", "layout_versions": [2], **fields}
     return session_pb2.SideHello(**fields).SerializeToString()
 
 
@@ -125,7 +125,7 @@ def test_welcome_carries_token_epoch_and_described_descriptors(path):
             packet, fds = await asyncio.to_thread(receive, client)
         assert (packet.sequence, packet.more, packet.error) == (0, False, "")
         assert (packet.session_token, packet.server_epoch) == (TOKEN, 77)
-        assert packet.layout_version == 1
+        assert packet.layout_version == 2
         described = [(fd.kind, fd.id, fd.nbytes) for fd in packet.fds]
         assert described == [(session_pb2.FD_KIND_CHUNK, i, 4096 * i) for i in range(3)]
         assert len(fds) == 3
@@ -133,7 +133,7 @@ def test_welcome_carries_token_epoch_and_described_descriptors(path):
 
     serve(path, opener, scenario)
     facts = opener.facts[0]
-    assert (facts.client_name, facts.layout_versions) == ("test", (1,))
+    assert (facts.client_name, facts.layout_versions) == ("test", (2,))
     assert (facts.staging_nbytes, facts.credential) == (4096, "secret")
     # the kernel's word, not the hello's
     assert (facts.uid, facts.gid, facts.pid) == (os.getuid(), os.getgid(), os.getpid())

@@ -53,7 +53,7 @@ SPEC = pb.NamespaceSpec(
 STAGED = pb.StagedGroup(group=15, positions=b"p" * (KEYS * 4), staging_offsets=b"o" * (KEYS * 8))
 ASKED = {"set_index": U32, "keys": PACKED}
 LARGEST = [
-    pb.OpenNamespaceRequest(spec=SPEC, local_ranks=list(range(RANKS_MAX)), layout_version=1),
+    pb.OpenNamespaceRequest(spec=SPEC, local_ranks=list(range(RANKS_MAX)), layout_version=2),
     pb.LookupRequest(**ASKED, hints=HINTS),
     pb.AcquireRequest(
         **ASKED,

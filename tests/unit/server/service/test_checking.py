@@ -81,25 +81,26 @@ def plant(core, opened, keys, what):
     residency = core.core.residency
     columns, table = residency.columns, residency.table
     block, other = id_of(core, opened, keys[10]), id_of(core, opened, keys[11])
+    row, next_row = (int(columns.row[one]) for one in (block, other))
 
     def add(where, name, amount):
         setattr(where, name, getattr(where, name) + amount)
 
-    def change(column, value):
-        column[block] = value
+    def change(column, value, at=block):
+        column[at] = value
 
     breaks = {
-        "address": lambda: change(columns.address, columns.address[block] + np.uint64(1)),
-        "generation": lambda: change(columns.generation, columns.generation[block] + np.uint64(2)),
-        "slot": lambda: core.core.ram.pool.set_odd(columns.address[[block]]),
+        "address": lambda: change(table._places, table._places[row] + np.uint64(1), at=row),
+        "nvme": lambda: change(columns.nvme, 1 << 32),
+        "slot": lambda: core.core.ram.pool.set_odd(columns.address_of(np.array([block]))),
         "key": lambda: change(columns.key_words, columns.key_words[other]),
         "row": lambda: table.remove(columns.row[[block]].astype(np.int64)),
         "parent": lambda: change(columns.parent, columns.capacity - 1),
         "children": lambda: change(columns.children, 2),
         "payload": lambda: add(residency.held[TierId.RAM], "nbytes", 1),
         "counts": lambda: add(core.core.service.manager.counts.lookup, "asked", 1),
-        "slot is free": lambda: core.core.ram.slabs.free(columns.address[[block]]),
-        "two in one slot": lambda: change(columns.address, columns.address[other]),
+        "slot is free": lambda: core.core.ram.slabs.free(columns.address_of(np.array([block]))),
+        "two in one slot": lambda: change(table._places, table._places[next_row], at=row),
         "policy": lambda: change(residency._policy._tree._children, 2),
         "lease": lambda: add(core.core.leases, "leased_nbytes", 1),
     }
@@ -109,9 +110,9 @@ def plant(core, opened, keys, what):
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        ("address", "addresses"),
-        ("generation", "generations of rows"),
-        ("slot", "of slots"),
+        ("address", "not sealed|two blocks in one slot"),
+        ("nvme", "locations"),
+        ("slot", "not sealed"),
         ("key", "not found by its key"),
         ("row", "live rows|row and id"),
         ("parent", "without its parent"),
@@ -119,7 +120,7 @@ def plant(core, opened, keys, what):
         ("payload", "blocks and bytes in RAM"),
         ("counts", "missed"),
         ("slot is free", "slot that is free"),
-        ("two in one slot", "two blocks in one slot|addresses"),
+        ("two in one slot", "two blocks in one slot"),
         ("policy", "child counts"),
         ("lease", "leased bytes"),
     ],
@@ -139,7 +140,7 @@ def test_a_planted_fault_is_found_and_says_where(filled, what, said):
 def test_a_wrong_byte_takes_the_block_out_with_what_follows_it(filled, at):
     core, session, opened, keys = filled
     block = id_of(core, opened, keys[12])
-    address = int(core.core.residency.columns.address[block])
+    address = int(core.core.residency.columns.address_of(np.array([block]))[0])
     core.core.ram.view(address, 4096)[at] ^= 1
     report = check(core, BYTES)
     assert (report.blocks_corrupt, report.blocks_removed) == (1, 8)

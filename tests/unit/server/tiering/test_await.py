@@ -76,7 +76,7 @@ def check_bytes(core, answers):
     for answer in answers:
         for needed in answer.columns:
             space = needed.keyspace
-            addresses = core.core.residency.columns.address[needed.ids].tolist()
+            addresses = core.core.residency.columns.address_of(needed.ids).tolist()
             for at, address in zip(needed.at().tolist(), addresses, strict=True):
                 assert answer.first <= at < answer.first + len(answer.status)
                 payload = bytes(core.core.ram.view(address, space.block_nbytes))
@@ -166,7 +166,7 @@ def test_a_block_that_nvme_does_not_give_is_told_at_last(core, session, spoiled)
     assert statuses(answers) == [READY] * spoiled + [CORRUPT] + [MISS] * (39 - spoiled)
     assert check_bytes(core, answers).get((0, 0), []) == list(range(spoiled))
     core.release(session, grant)
-    core.core.residency.lost[int(core.core.residency.columns.unit[block])] = MissReason.CORRUPT
+    core.core.residency.lost[core.core.residency.unit(int(block))] = MissReason.CORRUPT
     core.run(core.core.nvme.removal.of_lost())
 
 

@@ -301,9 +301,9 @@ def test_a_state_is_evicted_without_its_chain(core, session):
     put(core, session, opened, keys, [3])
     assert core.lookup(session, opened, keys).replayed == 0
     core.core.service.manager.residency.remove(
-        core.core.residency.columns.unit[
+        core.core.residency.columns.unit_of(
             core.core.residency.find(opened.spaces.groups[0].local[0], _batch(keys))[3:]
-        ].astype(np.int64),
+        ),
         MissReason.EVICTED,
     )
     found = core.lookup(session, opened, keys)

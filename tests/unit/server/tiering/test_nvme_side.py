@@ -256,7 +256,7 @@ def test_nobody_waits_longer_than_he_said(directory):
         core.wait_s = 0.0
         grant = core.acquire(session, opened, keys)
         assert (grant.leased, grant.pending) == (0, 20)
-        message = convert.grant_message(grant, 20, core.core.residency.columns, 1.0)
+        message = convert.grant_message(grant, 20, core.core.residency, 1.0)
         assert set(message.status) == {BlockStatus.PENDING}
         core.run(core.core.nvme.promotion.finish())
         core.wait_s = 0.0

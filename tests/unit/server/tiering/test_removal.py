@@ -344,11 +344,11 @@ def test_damaged_blocks_leave_with_their_descendants_unless_they_left_before(cor
     keys, other = keys_of("a", 4), keys_of("b", 2)
     core.put(session, opened, keys)
     core.put(session, opened, other)
-    columns, space = core.core.residency.columns, opened.spaces.local[0]
+    space = opened.spaces.local[0]
     ids = np.concatenate(
         [core.core.residency.find(space, KeyBatch.unpack(key, 32)) for key in (keys[1], other[0])]
     )
-    generations = columns.generation[ids].copy()
+    generations = core.core.residency.generations_of(ids)
     generations[1] += np.uint64(2)  # another block by now
     removed = core.run(core.core.service.manager.removal.of_blocks(ids, generations))
     assert status_of(removed) == [REMOVED, ABSENT]

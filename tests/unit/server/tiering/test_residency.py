@@ -134,7 +134,7 @@ def test_taking_addresses_takes_all_that_hangs_on_them(core, residency, session,
     core.put(session, opened, stem + left)
     core.put(session, opened, right, parent=stem[1])
     (block,) = find(residency, opened, [stem[2]])
-    residency.evict_addresses(residency.columns.address[[block]])
+    residency.evict_addresses(residency.columns.address_of(np.array([block])))
     assert resident(core, session, opened, [stem + left, stem[:2] + right]) == [2, 5]
     core.check_at_rest()
 
@@ -143,7 +143,7 @@ def test_long_chains_are_taken_whole(core, residency, session, opened):
     keys = keys_of("a", 1000)
     core.put(session, opened, keys)
     (block,) = find(residency, opened, keys[7:8])
-    residency.evict_addresses(residency.columns.address[[block]])
+    residency.evict_addresses(residency.columns.address_of(np.array([block])))
     assert resident(core, session, opened, [keys]) == [7]
     core.check_at_rest()
 
@@ -153,7 +153,7 @@ def test_pins_hold_their_ancestors_addresses_too(core, residency, session, opene
     core.put(session, opened, keys)
     core.put(session, opened, other)
     grant = core.acquire(session, opened, keys[3:4])
-    addresses = residency.columns.address[find(residency, opened, keys + other)]
+    addresses = residency.columns.address_of(find(residency, opened, keys + other))
     held = residency.pinned_addresses(addresses).tolist()
     assert held == [True] * 4 + [False] * 3
     residency.evict_addresses(addresses[:1])

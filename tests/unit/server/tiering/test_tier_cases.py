@@ -177,7 +177,7 @@ def test_how_long_ago_a_block_was_used_survives_a_restart(directory, days):
         opened = core.open(core.session(), SPEC)
         columns = core.core.residency.columns
         for name, age_s in (("old", 50 * 3600 + 10), ("new", 10)):
-            last_used_s = columns.last_used_s[ids_of(core, opened, keys_of(name, 5))]
+            last_used_s = columns.last_used_s(ids_of(core, opened, keys_of(name, 5)))
             ages_s = clock.monotonic_s() - last_used_s
             assert np.abs(ages_s - age_s - max(0, days) * DAY_S).max() <= 60
 

@@ -295,3 +295,14 @@ def test_check_sees_a_broken_invariant(fault, words):
     fault(lru)
     with pytest.raises(AssertionError, match=words):
         lru.check()
+
+
+def test_order_is_kept_when_stamps_outgrow_32_bits():
+    lru = LruEviction(near_min=2)
+    lru._stamp_next = (1 << 32) - 5
+    ids = np.arange(12)
+    for block in ids.tolist():
+        lru.insert(ids[block : block + 1], np.array([-1]), 0, Hints(), 0.0)
+    lru.check()
+    lru.touch(ids[[3, 2]], Hints(), 0.0)
+    assert lru.victims(12, 0.0).tolist() == [0, 1, *range(4, 12), 2, 3]

@@ -42,7 +42,7 @@ def test_header_to_the_byte():
     chunk = grow(pool)
     header = struct.unpack("<8sIIQQQQ", chunk.buffer[:48])
     data_offset = PAGE + PAGE  # 512 generations fill one page
-    assert header == (b"KVKCHNK1", 1, 1, EPOCH, 2 * MIB, PAGE, data_offset)
+    assert header == (b"KVKCHNK1", 2, 1, EPOCH, 2 * MIB, PAGE, data_offset)
     assert chunk.data_page == data_offset // PAGE
     assert bytes(chunk.buffer[48:]) == bytes(2 * MIB - 48)
 
