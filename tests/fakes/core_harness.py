@@ -325,10 +325,19 @@ class Harness:
         skip: int = 0,
     ) -> Grant:
         order = ReadOrder(session.session_id, ttl_s, byte_budget, skip, Hints(), self.wait_s)
-        grant, _ = self.core.service.acquire(
-            session, opened.spaces.index, b"".join(keys), (), order
-        )
-        return grant if isinstance(grant, Grant) else self.run(grant)
+        return self.run(self.ask(session, opened, keys, order))
+
+    async def ask(
+        self,
+        session: Session,
+        opened: OpenedNamespace,
+        keys: Sequence[bytes],
+        order: ReadOrder,
+        groups: Sequence[int] = (),
+    ) -> Grant:
+        packed = b"".join(keys)
+        coming, _ = self.core.service.acquire(session, opened.spaces.index, packed, groups, order)
+        return coming if isinstance(coming, Grant) else await coming
 
     def release(self, session: Session, grant: Grant) -> int:
         assert grant.lease is not None

@@ -305,8 +305,14 @@ class TierManager:
             in_ram = self._in_ram(chain, span.stop)
         if self.promotion is None or in_ram[span.start :].all():
             return self._grant(asked, chain, span, len(span), None)
-        units, others = chain.units(self.residency, span)
-        return self._promoted(self.promotion, asked, np.concatenate([units, *others]))
+        own, others = chain.units(self.residency, span)
+        units = np.concatenate([own, *others])
+        # At once, not when the task has its turn: what is in ram already must not make room for
+        # what is not, and nothing may leave meanwhile.
+        self.residency.pin(units)
+        coming = asyncio.create_task(self._promoted(self.promotion, asked, units))
+        coming.add_done_callback(lambda _: self.residency.unpin(units))
+        return coming
 
     @staticmethod
     def _span(chain: Chain, order: ReadOrder) -> range:
@@ -330,30 +336,25 @@ class TierManager:
         return chain.keys_in_ram(self.residency.columns, boundary)
 
     async def _promoted(self, promotion: Promotion, asked: "_Asked", units: I64) -> Grant:
-        """Brings units into ram, and leases what is there when it is time."""
-        # What is in ram already must not make room for what is not.
-        self.residency.pin(units)
-        try:
-            flights = promotion.begin(units, asked.order.hints)
-            await asyncio.wait([flights], timeout=asked.order.wait_s)
-            chain = Chain.of(self.residency, asked.spaces, asked.keys)
+        """Brings units, which are pinned, into ram; leases what is there when it is time."""
+        flights = promotion.begin(units, asked.order.hints)
+        await asyncio.wait([flights], timeout=asked.order.wait_s)
+        chain = Chain.of(self.residency, asked.spaces, asked.keys)
+        span = self._span(chain, asked.order)
+        in_ram = self._in_ram(chain, span.stop)[span.start :]
+        leased = len(span) if in_ram.all() else int(in_ram.argmin())
+        prefix, coming = self._prefix(chain, asked.keys, in_ram), None
+        if leased < len(span) and not flights.done():
+            coming = flights
+        elif leased < len(span):
+            # The rest can be read, but not now: who waits for it would wait for nothing.
+            chain = chain.in_ram(self.residency.columns)
             span = self._span(chain, asked.order)
-            in_ram = self._in_ram(chain, span.stop)[span.start :]
-            leased = len(span) if in_ram.all() else int(in_ram.argmin())
-            prefix, coming = self._prefix(chain, asked.keys, in_ram), None
-            if leased < len(span) and not flights.done():
-                coming = flights
-            elif leased < len(span):
-                # The rest can be read, but not now: who waits for it would wait for nothing.
-                chain = chain.in_ram(self.residency.columns)
-                span = self._span(chain, asked.order)
-                leased = len(span)
-                prefix = Prefix(chain.blocks, MissReason.TIER_DOWN, 0.0, replayed=chain.replayed)
-            runs = _cut(asked.prefix.runs, prefix.blocks)
-            asked = replace(asked, prefix=replace(prefix, runs=runs))
-            return self._grant(asked, chain, span, leased, coming)
-        finally:
-            self.residency.unpin(units)
+            leased = len(span)
+            prefix = Prefix(chain.blocks, MissReason.TIER_DOWN, 0.0, replayed=chain.replayed)
+        runs = _cut(asked.prefix.runs, prefix.blocks)
+        asked = replace(asked, prefix=replace(prefix, runs=runs))
+        return self._grant(asked, chain, span, leased, coming)
 
     def _grant(
         self, asked: "_Asked", chain: Chain, span: range, leased: int, flights: Flights | None

@@ -87,7 +87,10 @@ class Promotion:
         wanted = [unit for unit in units.tolist() if unit not in self._flying]
         own = self._not_in_ram(np.array(wanted, np.int64))
         if len(own):
+            # Now, not when the task has its turn: nothing may leave meanwhile.
+            self._residency.pin(own)
             task = asyncio.create_task(self._fly(own, hints))
+            task.add_done_callback(lambda _: self._residency.unpin(own))
             self._tasks.add(task)
             self._flying.update(dict.fromkeys(own.tolist(), task))
             task.add_done_callback(self._tasks.discard)
@@ -110,7 +113,6 @@ class Promotion:
         return units[~self._residency.columns.wholly_in_ram(units)]
 
     async def _fly(self, units: I64, hints: Hints) -> None:
-        self._residency.pin(units)
         landed = 0
         try:
             async with self._turn:
@@ -127,7 +129,6 @@ class Promotion:
         finally:
             for unit in units[landed:].tolist():
                 self._flying.pop(unit, None)
-            self._residency.unpin(units)
 
     def _fitting(self, units: I64) -> int:
         """How many units make a piece, at least one."""

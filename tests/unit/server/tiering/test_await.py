@@ -104,6 +104,33 @@ def test_blocks_are_told_as_they_come(core, session):
     core.release(session, grant)
 
 
+def test_nothing_leaves_before_the_acquire_has_its_turn(core, session):
+    """It goes on in a task, and others may have theirs first."""
+    opened = core.open(session)
+    on_nvme_only(core, session, opened)
+    core.wait_s = 30.0
+    core.release(session, core.acquire(session, opened, KEYS[:10]))
+
+    async def raced():
+        order = ReadOrder(session.session_id, 10, 0, 0, Hints(), 30.0)
+        coming, _ = core.core.service.acquire(
+            session, opened.spaces.index, b"".join(KEYS), (), order
+        )
+        assert core.core.residency.evict(100) == 0
+        removing = core.core.service.remove(
+            session, opened.spaces.index, KEYS[20], with_descendants=True
+        )
+        return await asyncio.gather(coming, removing)
+
+    grant, removed = core.run(raced())
+    assert removed.units == 20
+    assert grant.leased <= 20
+    core.verify(grant, KEYS)
+    core.release(session, grant)
+    columns = core.core.residency.columns
+    assert not columns.pins[columns.in_use()].any()
+
+
 def test_nothing_is_told_of_what_was_there(core, session):
     opened = core.open(session)
     core.put(session, opened, KEYS)
@@ -136,10 +163,8 @@ def test_states_come_with_their_key_and_only_wanted_groups_are_told(core, sessio
     while core.core.residency.evict(100):
         pass
     order = ReadOrder(session.session_id, 10, 0, 0, Hints(), 0.0)
-    service = core.core.service
     for groups, wanted in (((), (0, 1)), ((1,), (1,))):
-        coming, _ = service.acquire(session, opened.spaces.index, b"".join(KEYS[:8]), groups, order)
-        grant = coming if not asyncio.iscoroutine(coming) else core.run(coming)
+        grant = core.run(core.ask(session, opened, KEYS[:8], order, groups))
         answers = told(core, session, grant) if grant.pending else [grant_as_answer(grant)]
         found = check_bytes(core, answers)
         assert {group for _, group in found} == set(wanted)
