@@ -61,7 +61,7 @@ def test_a_promotion_gets_as_far_as_there_are_slots(promise_count):
             grant = core.acquire(session, opened, keys)
             assert grant.leased == room
             core.verify(grant, keys)
-            message = convert.grant_message(grant, count, core.core.residency.columns, 1.0)
+            message = convert.grant_message(grant, count, core.core.residency, 1.0)
             assert message.status.count(BlockStatus.READY) == room
             assert grant.prefix.ended is MissReason.TIER_DOWN
             core.check()
