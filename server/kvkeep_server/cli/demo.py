@@ -1,6 +1,7 @@
 """`kvkeep demo`: a recorded hour of coding agents, a daemon that is killed halfway, every byte
 checked."""
 
+import logging
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +23,8 @@ from kvkeep_server.sim.trace import Trace, TraceRequest, read_trace
 
 BLOCK_TOKENS = 128
 BLOCK_NBYTES = BLOCK_TOKENS * 890  # the global KV of DeepSeek-V4.1-Flash: 890 bytes a token
+# KV of sliding-window layers at the end of a prompt: 140 tokens of 528 bytes a layer, for 8 layers.
+STATE_NBYTES = 140 * 528 * 8
 # All blocks of the trace take 3.8 GB.
 DISK = "5GiB"
 SEGMENT = "64MiB"
@@ -38,9 +41,11 @@ SETTING = """\
 Here: {requests} recorded requests of {sessions} coding agents ({minutes:.0f} minutes of traffic, \
 replayed as fast as it goes)
 against a daemon with {ram} of RAM and at most {disk} of disk. Blocks are as large as those of
-DeepSeek-V4.1-Flash: {tokens} tokens, {nbytes:,} bytes. Their bytes are generated from their names,
-so each one that is read back can be checked. For every request: look up, read and check what is
-stored, "compute" and store the rest, and wait until that is on the disk. Halfway the daemon dies.
+DeepSeek-V4.1-Flash: {tokens} tokens, {nbytes:,} bytes. At the end of each prompt there is a state
+as well ({state:,} bytes: the KV of sliding-window layers), which lives in RAM only, because an
+engine can compute it again from a short replay. All bytes are generated from names, so each one
+that is read back can be checked. For every request: look up, read and check what is stored,
+"compute" and store the rest, and wait until that is on the disk. Halfway the daemon dies.
 """
 KILLING = "\nHalf of it is done: SIGKILL to the daemon, process {pid}."
 KILLED = """\
@@ -49,8 +54,9 @@ It was started again on the same directory. The client lived on, and attached ag
   {came_back:,} of {on_nvme:,} blocks that had been acknowledged as on disk came back.
   It served again after {serving_s:.1f} s, and had all of its index after {recovered_s:.1f} s.
 """
-NOTHING_DIED = "Nothing was lost: every store had waited for the disk."
-DIED = "{blocks:,} blocks were only there, as their stores had been told."
+NOTHING_DIED = "Nothing was only there."
+DIED = "{blocks:,} blocks were only there: the states, as was said."
+OTHERS_DIED = "{blocks:,} blocks were only there, as their stores had been told, or states."
 SUMMARY = """
 Prefill saved   {hit_ratio:.1%} of all prompt tokens were found: {hit_tokens:,} of {asked_tokens:,}.
                 At {rate:,} tokens a second an accelerator would need {spared} for them,
@@ -60,6 +66,9 @@ Speed           A look-up took {lookup_ms:.2f} ms and no call to the daemon. One
 RAM is finite   It held {in_ram} of {stored}. What left it stayed on disk: {from_nvme:,} of the
                 blocks that were found came from there. (--ram sets the size.) A cache that never
                 forgets would have found {unlimited:.1%}.
+States          {states:,} prompts went on from a state that was found. For the others
+                {replayed:,} of the tokens that were found come with a replay: no more than the
+                last {window} of each have to be computed again. The kill took all states.
 SIGKILL         {came_back:,} of {on_nvme:,} blocks came back, and {after_kill:,} times one was read
                 from disk after it instead of computed.
 """
@@ -91,6 +100,7 @@ def demo(requests: int | None, ram: str, directory: Path, prefill_rate: int) -> 
     Exit code 1 when a byte was wrong, a block that had been acknowledged as on disk did not come
     back, or nothing came from there after the kill.
     """
+    logging.getLogger("kvkeep").setLevel(logging.ERROR)  # that the session is lost, it says itself
     with as_file(files("kvkeep_server.cli") / "demo_data" / "coding_agents.npz") as path:
         trace = read_trace(path)
     count = min(requests or len(trace), len(trace))
@@ -105,6 +115,7 @@ def demo(requests: int | None, ram: str, directory: Path, prefill_rate: int) -> 
             disk=DISK,
             tokens=BLOCK_TOKENS,
             nbytes=BLOCK_NBYTES,
+            state=STATE_NBYTES,
         )
     )
     with _daemon(ram, directory) as (daemon, client):
@@ -112,7 +123,7 @@ def demo(requests: int | None, ram: str, directory: Path, prefill_rate: int) -> 
         course.run(trace, count)
         summary, totals = course.summary(prefill_rate), course.totals
     console.print(summary)
-    console.print(f"{totals.blocks_verified} blocks verified, {totals.blocks_wrong} wrong")
+    console.print(f"{totals.verified} blocks verified, {totals.wrong} wrong")
     return 0 if course.as_it_should_be else 1
 
 
@@ -177,7 +188,12 @@ class Course:
         self._clock = SystemClock()
         hasher = kvkeep.chain_hash.KvkeepBlake2b(BLOCK_TOKENS)
         names = ("demo", "DeepSeek-V4.1-Flash")
-        spec = replay_spec(hasher=hasher, block_nbytes=BLOCK_NBYTES, ranks=1, names=names)
+        state = kvkeep.Group.state(
+            "state", tokens_per_block=BLOCK_TOKENS, block_nbytes=STATE_NBYTES
+        )
+        spec = replay_spec(
+            hasher=hasher, block_nbytes=BLOCK_NBYTES, ranks=1, names=names, states=[state]
+        )
         self._replay = Replay(
             namespace=client.open_namespace(spec),
             ranks=1,
@@ -209,7 +225,8 @@ class Course:
         self._console.print(KILLING.format(pid=self._daemon.pid))
         self._from_nvme_before = self.totals.blocks_from_nvme
         cost = self._crash = crash(self._daemon, self._client, self._clock)
-        died = DIED.format(blocks=cost.in_ram_only) if cost.in_ram_only else NOTHING_DIED
+        died = DIED if cost.on_nvme >= self.totals.blocks_stored else OTHERS_DIED
+        died = died.format(blocks=cost.in_ram_only) if cost.in_ram_only else NOTHING_DIED
         self._console.print(KILLED.format(died=died, **asdict(cost)))
 
     @property
@@ -221,7 +238,7 @@ class Course:
     def as_it_should_be(self) -> bool:
         """Whether every byte was right, and what was on disk outlived the daemon."""
         survived = self._crash is not None and not self._crash.lost and self._after_kill > 0
-        return survived and self.totals.blocks_verified > 0 and not self.totals.blocks_wrong
+        return survived and self.totals.verified > 0 and not self.totals.wrong
 
     def _rows(self) -> list[tuple[str, str]]:
         totals, stats = self.totals, self._client.stats()
@@ -231,7 +248,8 @@ class Course:
             ("found in ram", _blocks(totals.blocks_hit - totals.blocks_from_nvme)),
             ("found on nvme", _blocks(totals.blocks_from_nvme)),
             ("of that after SIGKILL", _blocks(self._after_kill)),
-            ("wrong", f"{totals.blocks_wrong} blocks"),
+            ("states found in ram", f"{totals.states_verified + totals.states_wrong:,}"),
+            ("wrong", f"{totals.wrong} blocks"),
             ("stored", _blocks(totals.blocks_stored)),
             ("in ram now", _blocks(stats.pool.blocks)),
             ("on nvme now", _blocks(stats.nvme.blocks)),
@@ -255,6 +273,9 @@ class Course:
             in_ram=_gigabytes(self._client.stats().pool.blocks),
             stored=_gigabytes(totals.blocks_stored),
             from_nvme=totals.blocks_from_nvme,
+            states=totals.states_verified,
+            replayed=totals.tokens_replayed,
+            window=BLOCK_TOKENS,
             unlimited=unlimited.found / max(1, unlimited.asked),
             after_kill=self._after_kill,
             on_nvme=died.on_nvme if died else 0,

@@ -113,7 +113,8 @@ class Replay:
     """Sends requests through the public client, one at a time, and keeps the totals.
 
     Args:
-        namespace: Open, with one FULL group.
+        namespace: Open, with one FULL group in front; of STATE groups a block is stored at the end
+            of each prompt.
         ranks: Whose shards are stored and read.
         hasher: Names the blocks.
         clock: For the durations.
@@ -143,9 +144,15 @@ class Replay:
         self._keys = TraceKeys(hasher)
         set_id = namespace.set_id
         self._contents = [
-            BlockBytes(self.block_nbytes, set_id + rank.to_bytes(4, "little"))
+            [
+                BlockBytes(
+                    group.block_nbytes, set_id + rank.to_bytes(4, "little") + bytes([number])
+                )
+                for number, group in enumerate(namespace.spec.groups)
+            ]
             for rank in range(ranks)
         ]
+        self._states = range(1, len(namespace.spec.groups))
         self._clock = clock
 
     def run(self, request: TraceRequest) -> None:
@@ -167,8 +174,9 @@ class Replay:
             self.totals.deadlines_missed += 1
 
     def _serve(self, keys: bytes) -> None:
-        found = self._timed("lookup", lambda: self._namespace.lookup(keys)).blocks
-        hit, wrong, from_nvme = 0, 0, 0
+        looked_up = self._timed("lookup", lambda: self._namespace.lookup(keys))
+        found, hit, wrong, from_nvme = looked_up.blocks, 0, 0, 0
+        states, wrong_states = 0, 0
         with ExitStack() as held:
             if found:
                 # Held until the rest is stored, so that the new blocks' parents stay.
@@ -179,6 +187,7 @@ class Replay:
                 held.enter_context(lease)
                 hit, from_nvme = lease.leased, lease.from_nvme
                 wrong = self._timed("read", lambda: self._wrong(keys, lease))
+                states, wrong_states = self._check_states(keys, lease)
             self._store(keys, hit)
         # Here the lease has been seen to last: what was read counts.
         checked = -(-hit // self._check_one_in)
@@ -186,30 +195,51 @@ class Replay:
         self.totals.blocks_wrong += wrong
         self.totals.blocks_unchecked += hit - checked
         self.totals.blocks_from_nvme += from_nvme
+        self.totals.states_verified += states - wrong_states
+        self.totals.states_wrong += wrong_states
+        if hit:
+            self.totals.tokens_replayed += looked_up.replay_tokens
 
     def _wrong(self, keys: bytes, lease: "kvkeep.Acquired") -> int:
         """How many of the blocks that are checked are not exact in every rank's shard."""
         wrong = set()
-        for rank, content in enumerate(self._contents):
+        for rank, contents in enumerate(self._contents):
             views = lease.views(rank)
             for at in range(0, len(views), self._check_one_in):
-                key = keys[at * self._size : (at + 1) * self._size]
-                if not content.is_exact(key, views[at]):
+                if not contents[0].is_exact(self._key(keys, at), views[at]):
                     wrong.add(at)
         return len(wrong)
 
+    def _check_states(self, keys: bytes, lease: "kvkeep.Acquired") -> tuple[int, int]:
+        """Blocks of STATE groups that are leased, all ranks, and how many are not exact."""
+        found = wrong = 0
+        for rank, contents in enumerate(self._contents):
+            for group in self._states:
+                at = lease.positions(rank, group)
+                for position, view in zip(at, lease.views(rank, group), strict=True):
+                    found += 1
+                    wrong += not contents[group].is_exact(self._key(keys, position), view)
+        return found, wrong
+
+    def _key(self, keys: bytes, at: int) -> bytes:
+        return keys[at * self._size : (at + 1) * self._size]
+
     def _store(self, keys: bytes, hit_blocks: int) -> None:
         step = min(_KEYS_A_COMMIT_MAX, max(1, PIECE_NBYTES // self.block_nbytes)) * self._size
-        for at in range(hit_blocks * self._size, len(keys), step):
+        start = hit_blocks * self._size
+        if keys and start == len(keys) and self._states:
+            start -= self._size  # a state may be gone
+        for at in range(start, len(keys), step):
             piece = keys[at : at + step]
             parent = keys[at - self._size : at] if at else None
+            end = at + len(piece) == len(keys)
             results = [
-                self._timed("store", self._storing(piece, parent, rank))
+                self._timed("store", self._storing(piece, parent, rank, at_end=end))
                 for rank in range(len(self._contents))
             ]
             # A block is of use with all of its shards.
-            self.totals.blocks_stored += min(result.stored for result in results)
-            refused = max(result.refused for result in results)
+            self.totals.blocks_stored += min(stored for stored, _ in results)
+            refused = max(refused for _, refused in results)
             self.totals.blocks_refused += refused
             if refused:
                 # What follows has lost its parent.
@@ -217,18 +247,25 @@ class Replay:
                 return
 
     def _storing(
-        self, piece: bytes, parent: bytes | None, rank: int
-    ) -> Callable[[], "kvkeep.CommitResult"]:
-        content = self._contents[rank]
+        self, piece: bytes, parent: bytes | None, rank: int, *, at_end: bool
+    ) -> Callable[[], tuple[int, int]]:
+        """Stores one piece; gives the numbers of FULL blocks that are new and that were refused."""
+        contents, last = self._contents[rank], len(piece) // self._size - 1
+        states = {group: [last] for group in self._states} if at_end else {}
 
-        def store() -> "kvkeep.CommitResult":
+        def store() -> tuple[int, int]:
             with self._namespace.store(
-                piece, parent_key=parent, rank=rank, ack=self._ack
+                piece, parent_key=parent, rank=rank, positions=states, ack=self._ack
             ) as storing:
-                for position, view in zip(storing.new, storing.views, strict=True):
-                    first = position * self._size
-                    content.fill(piece[first : first + self._size], view)
-                return storing.commit()
+                for group in storing.groups:
+                    at, views = storing.new_of(group), storing.group_views(group)
+                    for position, view in zip(at, views, strict=True):
+                        contents[group].fill(self._key(piece, position), view)
+                status = storing.commit().status
+                new = [status[at] for at in storing.new]
+                stored = new.count(kvkeep.CommitStatus.STORED)
+                there = new.count(kvkeep.CommitStatus.ALREADY_STORED)
+                return stored, len(new) - stored - there
 
         return store
 
@@ -240,7 +277,12 @@ class Replay:
 
 
 def replay_spec(
-    *, hasher: "kvkeep.chain_hash.Hasher", block_nbytes: int, ranks: int, names: Sequence[str]
+    *,
+    hasher: "kvkeep.chain_hash.Hasher",
+    block_nbytes: int,
+    ranks: int,
+    names: Sequence[str],
+    states: Sequence[kvkeep.Group] = (),
 ) -> kvkeep.NamespaceSpec:
     """The namespace of a replay.
 
@@ -249,6 +291,7 @@ def replay_spec(
         block_nbytes: Of one block of one rank.
         ranks: Of tensor parallelism.
         names: Tenant and model.
+        states: STATE groups beside the FULL one.
     """
     tenant, model = names
     return kvkeep.NamespaceSpec(
@@ -263,6 +306,9 @@ def replay_spec(
         hash_root=hasher.root,
         key_nbytes=hasher.key_nbytes,
         groups=[
-            kvkeep.Group.full("kv", tokens_per_block=hasher.block_tokens, block_nbytes=block_nbytes)
+            kvkeep.Group.full(
+                "kv", tokens_per_block=hasher.block_tokens, block_nbytes=block_nbytes
+            ),
+            *states,
         ],
     )

@@ -65,6 +65,9 @@ class Totals:
         blocks_from_nvme: Of those that were found, the ones that were not in ram.
         blocks_stored: That were not there.
         blocks_refused: That found no place.
+        states_verified: Blocks of STATE groups that were found, read, and right in every byte.
+        states_wrong: Found, read, and a byte wrong.
+        tokens_replayed: Of the tokens that were found, those whose STATE was gone.
         leases_lost: Requests whose lease ran out while they read; what they read does not count.
         calls_refused: Requests that met a limit of the daemon.
         deadlines_missed: Requests that the daemon did not answer in time.
@@ -81,6 +84,9 @@ class Totals:
     blocks_from_nvme: int = 0
     blocks_stored: int = 0
     blocks_refused: int = 0
+    states_verified: int = 0
+    states_wrong: int = 0
+    tokens_replayed: int = 0
     leases_lost: int = 0
     calls_refused: int = 0
     deadlines_missed: int = 0
@@ -90,6 +96,16 @@ class Totals:
     def blocks_hit(self) -> int:
         """Blocks that were found, as a prefix, and leased."""
         return self.blocks_verified + self.blocks_wrong + self.blocks_unchecked
+
+    @property
+    def verified(self) -> int:
+        """Blocks of all groups that were read and right."""
+        return self.blocks_verified + self.states_verified
+
+    @property
+    def wrong(self) -> int:
+        """Blocks of all groups that were read and not right."""
+        return self.blocks_wrong + self.states_wrong
 
     @property
     def blocks_missed(self) -> int:

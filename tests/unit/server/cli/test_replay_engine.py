@@ -73,7 +73,7 @@ class DictNamespace:
         return split, there.index(False) if False in there else len(split)
 
     def lookup(self, keys):
-        return SimpleNamespace(blocks=self._leading(keys)[1])
+        return SimpleNamespace(blocks=self._leading(keys)[1], replay_tokens=0)
 
     def acquire(self, keys, *, wait_s):
         assert wait_s > 0
@@ -81,7 +81,8 @@ class DictNamespace:
         return FakeLease(self, split[:count])
 
     @contextmanager
-    def store(self, keys, *, parent_key=None, rank=0, ack="ram"):
+    def store(self, keys, *, parent_key=None, rank=0, positions=None, ack="ram"):
+        assert not positions
         self.parents.append(parent_key)
         self.acks.add(ack)
         blocks = self.shards[rank]
@@ -93,10 +94,20 @@ class DictNamespace:
             room = self.limit - len(blocks)
             for i, buffer in list(zip(new, buffers, strict=True))[:room]:
                 blocks[split[i]] = buffer
-            stored = min(room, len(new))
-            return SimpleNamespace(stored=stored, refused=len(new) - stored)
+            status = [kvkeep.CommitStatus.ALREADY_STORED] * len(split)
+            for nth, i in enumerate(new):
+                refused = kvkeep.CommitStatus.REFUSED_NO_ROOM
+                status[i] = kvkeep.CommitStatus.STORED if nth < room else refused
+            return SimpleNamespace(status=status)
 
-        yield SimpleNamespace(new=new, views=[memoryview(b) for b in buffers], commit=commit)
+        views = [memoryview(b) for b in buffers]
+        yield SimpleNamespace(
+            new=new,
+            groups=(0,),
+            new_of=lambda _: new,
+            group_views=lambda _: views,
+            commit=commit,
+        )
 
 
 def small_trace():
