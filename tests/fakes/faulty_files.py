@@ -54,6 +54,10 @@ class FaultyFiles(DiskFiles):
             raise OSError(errno.EIO, "short write")
         super().pwritev(fd, buffers, offset)
 
+    def read_many(self, ops):
+        """One by one, so that each is a call that may fail."""
+        return [self._read_one(op) for op in ops]
+
     def fdatasync(self, fd):
         self._before("fdatasync")
         super().fdatasync(fd)

@@ -211,11 +211,13 @@ class MeasuredLog:
     async def _read(self, drawn: Sequence[Blocks], at_once: int) -> None:
         waiting = list(drawn)
         count, nbytes = len(drawn[0]), drawn[0].nbytes
+        # Compared as bytes: an array call costs as much as a tenth of reading a block.
+        hits = bytes([ReadStatus.HIT]) * count
 
         async def reader(into: list[memoryview]) -> None:
             while waiting:
                 status = await self._tier.read(waiting.pop(), into)
-                if (status != ReadStatus.HIT).any():
+                if status.tobytes() != hits:
                     raise WrongBytesError("the nvme tier read something else than was written")
 
         places = range(0, at_once * count, count)

@@ -8,12 +8,26 @@ import asyncio
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
+
+class Sized(Protocol):
+    """A job."""
+
+    @property
+    def nbytes(self) -> int:
+        """That it reads."""
+        ...
+
+
+J = TypeVar("J", bound=Sized)
 T = TypeVar("T")
+# Small jobs that come together go to one thread together, up to this: it waits for all of them at
+# once. With more it would verify them while the device has nothing to do.
+_TOGETHER_NBYTES = 512 << 10
 
 
 @dataclass(slots=True, eq=False)
@@ -31,18 +45,26 @@ class _Order(Generic[T]):
     results: list[T | Exception]
 
 
-class ReadingCrew(Generic[T]):
+# Jobs of one thread: of whom, which of theirs, and what.
+_Batch = list[tuple[_Order[T], int, J]]
+
+
+class ReadingCrew(Generic[J, T]):
     """For one event loop at a time; `close` ends the threads.
 
     Args:
         threads: How many. They begin with the first jobs.
+        work: Does jobs in a thread; a result each.
     """
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, work: Callable[[Sequence[J]], Sequence[T]]) -> None:
         """See the class."""
         self._count = threads
+        self._work = work
         self._threads: list[threading.Thread] = []
-        self._queue: SimpleQueue[tuple[_Order[T], int, Callable[[], T]] | None] = SimpleQueue()
+        # What came in this turn of the loop.
+        self._waiting: _Batch[T, J] = []
+        self._queue: SimpleQueue[_Batch[T, J] | None] = SimpleQueue()
         # Appended to by threads, emptied by the loop. A thread that finds that the bell was rung
         # leaves it at that: the loop takes the word back before it looks.
         self._over: deque[_Order[T]] = deque()
@@ -51,22 +73,21 @@ class ReadingCrew(Generic[T]):
         self._bell = -1
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    async def run(self, jobs: Sequence[Callable[[], T]]) -> list[T | Exception]:
-        """Runs jobs in the threads; the result of each, or what it raised.
+    async def run(self, jobs: Sequence[J]) -> list[T | Exception]:
+        """Runs jobs in the threads; the result of each, or what the work raised.
 
         Returns, also when it is cancelled, when all are over: they touch buffers.
         """
         if not jobs:
             return []
-        if len(self._threads) < self._count:
-            self._begin(len(jobs))
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
             self._listen(loop)
         unknown: list[T | Exception] = [RuntimeError("a job that never ran")] * len(jobs)
         order = _Order(loop.create_future(), len(jobs), unknown)
-        for place, job in enumerate(jobs):
-            self._queue.put((order, place, job))
+        if not self._waiting:
+            loop.call_soon(self._hand_out)
+        self._waiting += [(order, place, job) for place, job in enumerate(jobs)]
         try:
             await order.ended
         except asyncio.CancelledError:
@@ -108,29 +129,35 @@ class ReadingCrew(Generic[T]):
         if loop is not None and not loop.is_closed():
             loop.remove_reader(self._bell)
 
-    def _begin(self, jobs: int) -> None:
-        """One more thread a job, until there are all."""
-        for _ in range(min(jobs, self._count - len(self._threads))):
-            number = len(self._threads)
-            thread = threading.Thread(target=self._work, name=f"kvkeep-read-{number}", daemon=True)
-            self._threads.append(thread)
-            thread.start()
+    def _hand_out(self) -> None:
+        """To as few threads as do it well."""
+        waiting, self._waiting = self._waiting, []
+        for batch in _batches(waiting):
+            if len(self._threads) < self._count:
+                self._begin()
+            self._queue.put(batch)
 
-    def _work(self) -> None:
-        take = self._queue.get
+    def _begin(self) -> None:
+        name = f"kvkeep-read-{len(self._threads)}"
+        thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _serve(self) -> None:
         while True:
-            job = take()
-            if job is None:
+            batch = self._queue.get()
+            if batch is None:
                 return
-            order, place, work = job
+            results: Sequence[T | Exception]
             try:
-                order.results[place] = work()
+                results = self._work([job for _, _, job in batch])
             except Exception as error:  # noqa: BLE001 - goes to who waits for it
-                order.results[place] = error
-            # Not kept until the next job: it holds views of the caller's buffers.
-            del job, work
-            self._over.append(order)
-            del order
+                results = [error] * len(batch)
+            orders = _noted(batch, results)
+            # First: it holds views of the callers' buffers, who may do with them what they like
+            # when they hear.
+            del batch, results
+            self._over.extend(orders)
             if not self._rung:
                 self._rung = True
                 os.eventfd_write(self._bell, 1)
@@ -144,3 +171,25 @@ class ReadingCrew(Generic[T]):
             order.left -= 1
             if not order.left and not order.ended.done():
                 order.ended.set_result(None)
+
+
+def _noted(batch: _Batch[T, J], results: Sequence[T | Exception]) -> list[_Order[T]]:
+    """Writes the results where they are looked for; whose they are, once a job."""
+    orders = []
+    for (order, place, _), result in zip(batch, results, strict=True):
+        order.results[place] = result
+        orders.append(order)
+    return orders
+
+
+def _batches(waiting: _Batch[T, J]) -> Iterator[_Batch[T, J]]:
+    batch: _Batch[T, J] = []
+    nbytes = 0
+    for entry in waiting:
+        more = entry[2].nbytes
+        if batch and nbytes + more > _TOGETHER_NBYTES:
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(entry)
+        nbytes += more
+    yield batch

@@ -8,7 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvkeep_server.tiers.nvme.aio import BatchReader, ReadOp
+
 Buffers = Sequence[memoryview]
+# Reads of one thread.
+_AT_ONCE = 16
 _NO_ALLOCATE = {errno.EOPNOTSUPP, errno.ENOSYS}
 # `os.posix_fallocate` writes zeros where the file system cannot allocate; this one says so instead.
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -57,6 +61,10 @@ class Files(Protocol):
         """Reads; the number of bytes, fewer at the end of the file."""
         ...
 
+    def read_many(self, ops: Sequence[ReadOp]) -> list[int | OSError]:
+        """Reads at once, as deep as the device likes; what `preadv` would return or raise."""
+        ...
+
     def pwritev(self, fd: int, buffers: Buffers, offset: int) -> None:
         """Writes all of it."""
         ...
@@ -103,6 +111,7 @@ class DiskFiles:
         self.opened_buffered = 0
         self.allocated_sparse = 0
         self._lock = threading.Lock()
+        self._of_thread = threading.local()
 
     def listing(self, directory: str) -> list[Found]:
         """See `Files`; an entry that vanishes meanwhile is left out."""
@@ -133,6 +142,38 @@ class DiskFiles:
     def preadv(self, fd: int, into: Buffers, offset: int) -> int:
         """See `Files`."""
         return os.preadv(fd, into, offset)
+
+    def read_many(self, ops: Sequence[ReadOp]) -> list[int | OSError]:
+        """See `Files`. One by one where there is no asynchronous I/O."""
+        reader = self._batch_reader() if len(ops) > 1 else None
+        if reader is None:
+            return [self._read_one(op) for op in ops]
+        results: list[int | OSError] = []
+        for start in range(0, len(ops), reader.ops_max):
+            some = ops[start : start + reader.ops_max]
+            for op, got in zip(some, reader.read(some), strict=True):
+                if got is None:
+                    results.append(self._read_one(op))
+                else:
+                    results.append(got if got >= 0 else OSError(-got, os.strerror(-got)))
+        return results
+
+    def _read_one(self, op: ReadOp) -> int | OSError:
+        try:
+            return self.preadv(op.fd, op.into, op.offset)
+        except OSError as error:
+            return error
+
+    def _batch_reader(self) -> BatchReader | None:
+        """This thread's."""
+        found = self._of_thread.__dict__
+        if "reader" not in found:
+            try:
+                found["reader"] = BatchReader(_AT_ONCE)
+            except OSError:
+                found["reader"] = None
+        reader: BatchReader | None = found["reader"]
+        return reader
 
     def pwritev(self, fd: int, buffers: Buffers, offset: int) -> None:
         """See `Files`. A short write is an error: nobody knows what of it lies on the medium."""

@@ -1,12 +1,14 @@
 """What a reader thread does: read records, and verify every one. Blocks; any thread."""
 
 import errno
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import xxhash
 
 from kvkeep_server.core.keys import KEY_NBYTES_MAX
 from kvkeep_server.tiers.base import ReadStatus
+from kvkeep_server.tiers.nvme.aio import ReadOp
 from kvkeep_server.tiers.nvme.directory import OP_NBYTES_MAX, OP_RECORDS_MAX, Workers
 from kvkeep_server.tiers.nvme.files import Files
 from kvkeep_server.tiers.nvme.scratch import interleave, is_aligned
@@ -69,6 +71,11 @@ class Asked:
             self.into[start:stop],
         )
 
+    def parts(self, nbytes_max: int) -> list["Asked"]:
+        """Each run by itself."""
+        runs = self.runs(nbytes_max)
+        return [self] if len(runs) == 1 else [self.part(*run) for run in runs]
+
     @property
     def record_pages(self) -> int:
         """Pages of each record."""
@@ -89,77 +96,141 @@ class Asked:
         return runs
 
 
-def read_blocks(files: Files, workers: Workers, segment: Segment, asked: Asked) -> Read:
-    """Reads and verifies blocks: neighbours with one system call.
+@dataclass(slots=True)
+class Job:
+    """What is read from one segment.
+
+    Attributes:
+        segment: Which, held.
+        asked: Its blocks.
+    """
+
+    segment: Segment
+    asked: Asked
+
+    @property
+    def nbytes(self) -> int:
+        """Of all its blocks."""
+        return len(self.asked.keys) * self.asked.nbytes
+
+
+def read_blocks(
+    files: Files, workers: Workers, jobs: Sequence[Job]
+) -> list[Read | FileNotFoundError]:
+    """Reads and verifies blocks: neighbours with one system call, and several of those at once.
 
     Returns:
-        A `ReadStatus` each, and how many could not be read for errors of the system.
-
-    Raises:
-        FileNotFoundError: the segment's file is gone.
+        Of each job; FileNotFoundError where the segment's file is gone.
     """
-    try:
-        fd = segment.opened(files)
-    except FileNotFoundError:
-        raise
-    except OSError:
-        count = len(asked.keys)
-        return bytearray([_THROTTLED]) * count, count
-    status, errors = bytearray(), 0
-    runs = asked.runs(OP_NBYTES_MAX)
-    if len(runs) == 1:
-        return _read_run(files, workers, fd, asked)
-    for start, stop in runs:
-        some, failed = _read_run(files, workers, fd, asked.part(start, stop))
-        status += some
-        errors += failed
-    return status, errors
+    results: list[Read | FileNotFoundError] = []
+    runs: list[_Run] = []
+    for number, job in enumerate(jobs):
+        try:
+            fd = job.segment.opened(files)
+        except FileNotFoundError as error:
+            results.append(error)
+        except OSError:
+            count = len(job.asked.keys)
+            results.append((bytearray([_THROTTLED]) * count, count))
+        else:
+            results.append((bytearray(), 0))
+            runs += [_Run(number, fd, part) for part in job.asked.parts(OP_NBYTES_MAX)]
+    for group in _groups(runs):
+        for run, (status, errors) in zip(group, _read_group(files, workers, group), strict=True):
+            sofar = results[run.job]
+            assert not isinstance(sofar, FileNotFoundError)
+            results[run.job] = sofar[0] + status, sofar[1] + errors
+    return results
 
 
-def _read_run(files: Files, workers: Workers, fd: int, asked: Asked) -> Read:
-    """One system call; where it fails one for each block, so that only bad places suffer."""
-    read = _read_direct if all(map(is_aligned, asked.into)) else _read_bounced
-    try:
-        return read(files, workers, fd, asked), 0
-    except OSError as error:
-        count = len(asked.keys)
-        if count == 1:
-            bad = error.errno in UNREADABLE
-            return bytearray([_CORRUPT if bad else _THROTTLED]), 1
-    parts = [_read_run(files, workers, fd, asked.part(i, i + 1)) for i in range(count)]
-    statuses = bytearray().join(status for status, _ in parts)
-    return statuses, sum(failed for _, failed in parts)
+@dataclass(slots=True)
+class _Run:
+    """Neighbours in a file; `job` is the number of the job that wants them."""
+
+    job: int
+    fd: int
+    asked: Asked
 
 
-def _read_direct(files: Files, workers: Workers, fd: int, asked: Asked) -> Statuses:
+def _groups(runs: list[_Run]) -> Iterator[list[_Run]]:
+    """In order, as many at a time as find room in one scratch buffer."""
+    group: list[_Run] = []
+    records = 0
+    for run in runs:
+        count = len(run.asked.keys)
+        if group and records + count > OP_RECORDS_MAX:
+            yield group
+            group, records = [], 0
+        group.append(run)
+        records += count
+    if group:
+        yield group
+
+
+def _read_group(files: Files, workers: Workers, runs: list[_Run]) -> list[Read]:
     """Whole pages go straight to where they are wanted."""
-    rest = asked.nbytes % PAGE_NBYTES
+    if not all(is_aligned(target) for run in runs for target in run.asked.into):
+        return [_read_bounced(files, workers, run) for run in runs]
     scratch = workers.read_pairs.take(0)
     try:
-        flat = scratch.data
-        got = files.preadv(fd, interleave(scratch, asked.into), _offset(asked))
-        if rest:
-            end = PAGE_NBYTES
-            for target in asked.into:
-                target[-rest:] = flat[end : end + rest]
-                end += 2 * PAGE_NBYTES
-        return _verify(asked, flat, 2 * PAGE_NBYTES, got)
+        parts, ops, begin = [], [], 0
+        for run in runs:
+            end = begin + 2 * len(run.asked.keys) * PAGE_NBYTES
+            part = scratch[begin:end]
+            parts.append(part.data)
+            ops.append(ReadOp(run.fd, interleave(part, run.asked.into), _offset(run.asked)))
+            begin = end
+        reads = []
+        for run, flat, got in zip(runs, parts, files.read_many(ops), strict=True):
+            if isinstance(got, OSError):
+                reads.append(_one_by_one(files, workers, run, got))
+            else:
+                reads.append((_direct(run.asked, flat, got), 0))
+        return reads
     finally:
         workers.read_pairs.give(scratch)
 
 
-def _read_bounced(files: Files, workers: Workers, fd: int, asked: Asked) -> Statuses:
+def _direct(asked: Asked, flat: memoryview, got: int) -> Statuses:
+    """Brings the ends of payloads to where they belong, and verifies."""
+    rest = asked.nbytes % PAGE_NBYTES
+    if rest:
+        end = PAGE_NBYTES
+        for target in asked.into:
+            target[-rest:] = flat[end : end + rest]
+            end += 2 * PAGE_NBYTES
+    return _verify(asked, flat, 2 * PAGE_NBYTES, got)
+
+
+def _one_by_one(files: Files, workers: Workers, run: _Run, error: OSError) -> Read:
+    """After an error: a read for each block, so that only bad places suffer."""
+    count = len(run.asked.keys)
+    if count == 1:
+        return bytearray([_CORRUPT if error.errno in UNREADABLE else _THROTTLED]), 1
+    statuses, errors = bytearray(), 0
+    for i in range(count):
+        one = replace(run, asked=run.asked.part(i, i + 1))
+        [(status, failed)] = _read_group(files, workers, [one])
+        statuses += status
+        errors += failed
+    return statuses, errors
+
+
+def _read_bounced(files: Files, workers: Workers, run: _Run) -> Read:
     """For callers' memory that is not aligned."""
+    asked = run.asked
     stride = asked.record_pages * PAGE_NBYTES
     scratch = workers.bounce.take(len(asked.keys) * stride)
     try:
         flat = scratch.data[: len(asked.keys) * stride]
-        got = files.preadv(fd, [flat], _offset(asked))
+        [got] = files.read_many([ReadOp(run.fd, [flat], _offset(asked))])
+        if isinstance(got, OSError):
+            return _one_by_one(files, workers, run, got)
         begin = PAGE_NBYTES
         for target in asked.into:
             target[:] = flat[begin : begin + asked.nbytes]
             begin += stride
-        return _verify(asked, flat, stride, got)
+        return _verify(asked, flat, stride, got), 0
     finally:
         workers.bounce.give(scratch)
 

@@ -34,7 +34,7 @@ from kvkeep_server.tiers.nvme.directory import (
 )
 from kvkeep_server.tiers.nvme.files import Files
 from kvkeep_server.tiers.nvme.log import Log
-from kvkeep_server.tiers.nvme.reading import Asked, Read, Statuses, read_blocks
+from kvkeep_server.tiers.nvme.reading import Asked, Job, Read, Statuses, read_blocks
 from kvkeep_server.tiers.nvme.recovery import recover_segment, sift
 from kvkeep_server.tiers.nvme.segment_format import PAGE_MAX
 from kvkeep_server.tiers.nvme.segments import (
@@ -110,7 +110,7 @@ class NvmeTier:
         workers = Workers.make(
             writers, kept_max=max(read_threads, 2 * len(settings.directories) + 2)
         )
-        self._readers: ReadingCrew[Read] = ReadingCrew(read_threads)
+        self._readers = ReadingCrew(read_threads, partial(read_blocks, files, workers))
         tables = [SegmentTable(settings=one, files=files) for one in settings.directories]
         self._logs = [
             Log(
@@ -368,14 +368,8 @@ class NvmeTier:
         ]
         for log, segment, _, _ in parts:
             log.directory.table.hold(segment)
-        files, workers = self._files, self._workers
         try:
-            answers = await self._readers.run(
-                [
-                    partial(read_blocks, files, workers, segment, part)
-                    for _, segment, part, _ in parts
-                ]
-            )
+            answers = await self._readers.run([Job(segment, part) for _, segment, part, _ in parts])
         finally:
             for log, segment, _, _ in parts:
                 log.directory.table.release(segment)
