@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvkeep_server.core.clock import Deadline, SystemClock
+from kvkeep_server.core.stopping import Stopping
 from kvkeep_server.daemon import _nvme_at_work
 
 
@@ -35,7 +36,7 @@ class Side:
 
 def stopped(side, left_s):
     async def serve():
-        async with _nvme_at_work(side, lambda: left_s):
+        async with _nvme_at_work(side, Stopping(), lambda: left_s):
             await asyncio.sleep(0)
 
     began_s = time.monotonic()
