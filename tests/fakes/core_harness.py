@@ -315,6 +315,11 @@ class Harness:
         return self.core.service.lookup(session, opened.spaces.index, packed, Hints())[1]
 
     def acquire(
+        self, session: Session, opened: OpenedNamespace, keys: Sequence[bytes], **order: Any
+    ) -> Grant:
+        return self.run(self.ask(session, opened, keys, **order))
+
+    async def ask(  # noqa: PLR0913 - options of one call, all by name
         self,
         session: Session,
         opened: OpenedNamespace,
@@ -323,20 +328,13 @@ class Harness:
         ttl_s: float = 10.0,
         byte_budget: int = 0,
         skip: int = 0,
-    ) -> Grant:
-        order = ReadOrder(session.session_id, ttl_s, byte_budget, skip, Hints(), self.wait_s)
-        return self.run(self.ask(session, opened, keys, order))
-
-    async def ask(
-        self,
-        session: Session,
-        opened: OpenedNamespace,
-        keys: Sequence[bytes],
-        order: ReadOrder,
         groups: Sequence[int] = (),
     ) -> Grant:
-        packed = b"".join(keys)
-        coming, _ = self.core.service.acquire(session, opened.spaces.index, packed, groups, order)
+        """An acquire by somebody who runs on the loop."""
+        order = ReadOrder(session.session_id, ttl_s, byte_budget, skip, Hints(), self.wait_s)
+        coming, _ = self.core.service.acquire(
+            session, opened.spaces.index, b"".join(keys), groups, order
+        )
         return coming if isinstance(coming, Grant) else await coming
 
     def release(self, session: Session, grant: Grant) -> int:

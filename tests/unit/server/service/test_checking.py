@@ -247,7 +247,7 @@ def test_no_false_alarm_while_others_store_read_and_remove(core, monkeypatch, se
             keys = source.choice(chains)
             blocks = [block_of(key) for key in keys]
             await core.store(session, opened, keys, blocks)
-            held.append(core.acquire(session, opened, keys[: source.randrange(60)]))
+            held.append(await core.ask(session, opened, keys[: source.randrange(60)]))
             if len(held) > 3 or source.random() < 0.5:
                 grant = held.pop(0)
                 if grant.lease is not None:

@@ -162,9 +162,8 @@ def test_states_come_with_their_key_and_only_wanted_groups_are_told(core, sessio
         core.put_at(session, opened, KEYS[:8], [range(8), [3, 7]], rank=rank)
     while core.core.residency.evict(100):
         pass
-    order = ReadOrder(session.session_id, 10, 0, 0, Hints(), 0.0)
     for groups, wanted in (((), (0, 1)), ((1,), (1,))):
-        grant = core.run(core.ask(session, opened, KEYS[:8], order, groups))
+        grant = core.acquire(session, opened, KEYS[:8], groups=groups)
         answers = told(core, session, grant) if grant.pending else [grant_as_answer(grant)]
         found = check_bytes(core, answers)
         assert {group for _, group in found} == set(wanted)

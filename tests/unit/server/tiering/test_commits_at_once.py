@@ -64,7 +64,7 @@ def test_nobody_sees_a_block_that_is_still_copied(core, session, opened, promise
         await gate.reached()
         for _ in range(promise_count):
             assert core.lookup(session, opened, keys).blocks == 2
-            assert core.acquire(session, opened, keys).leased == 2
+            assert (await core.ask(session, opened, keys)).leased == 2
             core.check()
             await asyncio.sleep(0)
         gate.open()

@@ -321,7 +321,7 @@ def test_workers_that_store_read_and_remove_at_once(core, session, opened, seed)
                     with_descendants=source.random() < 0.5,
                 )
             elif what == "read":
-                grant = core.acquire(own, of, keys)
+                grant = await core.ask(own, of, keys)
                 await asyncio.sleep(0)
                 if grant.lease is not None:
                     core.verify(grant, keys)
