@@ -49,6 +49,7 @@ _COLUMNS: dict[str, tuple[type[np.generic], int]] = {
     "in_ram": (np.bool_, 0),
     "reused": (np.bool_, 0),
 }
+_PLACES = "places of the table"
 _NOT_IN_A_SNAPSHOT = ("checksum", "_stamp_low", "_stamp_high", "_last_used", "reused")
 
 
@@ -193,13 +194,15 @@ class BlockColumns:
 
     def blank(self) -> dict[str, NDArray[np.generic]]:
         """Room for a `snapshot`, touched, so that filling it takes no page faults. Any thread."""
-        return {name: np.full_like(getattr(self, name), 1) for name in self._names_of_a_snapshot()}
+        names = self._names_of_a_snapshot()
+        room = {name: np.full_like(getattr(self, name), 1) for name in names}
+        return {_PLACES: self.table.blank(), **room}
 
     def snapshot(self, room: Mapping[str, NDArray[np.generic]]) -> "BlockColumns":
         """A copy of what links blocks with each other and with slots, to look at in any thread; the
         other columns are as they are now. `room` is that of `blank`."""
         twin = copy.copy(self)
-        twin.table = self.table.snapshot()
+        twin.table = self.table.snapshot(room[_PLACES])
         twin.__dict__["_withdrawn"] = self._withdrawn.copy()
         for name in self._names_of_a_snapshot():
             now, into = getattr(self, name), room.get(name)

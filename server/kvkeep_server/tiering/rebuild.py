@@ -15,7 +15,7 @@ from kvkeep_server.tiering.keyspaces import Keyspace
 
 I64 = NDArray[np.int64]
 # Of the blocks of a table that is full, so many are there when the next one is. Twice as many would
-# cost 13 bytes a block more on the average and rebuild a third as often; a rebuild takes 0.4 s a
+# cost 13 bytes a block more on the average and rebuild a third as often; a rebuild takes 0.5 s a
 # million blocks, in a thread.
 _GROWTH = 1.25
 # Blocks that are moved at once: with more, what is needed on the way would take more memory than
