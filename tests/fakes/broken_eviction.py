@@ -149,7 +149,8 @@ class KeepsAnOldParent(Unaudited):
 
     def remove(self, ids):
         inner = ids[self._tree._children[ids] > 0]
-        children = np.flatnonzero(np.isin(self._tree._parents, inner) & (self._tree._state > 0))
-        parents = self._tree._parents[children].copy()
+        known = self._tree._parents[: self._tree.capacity]
+        children = np.flatnonzero(np.isin(known, inner) & (self._tree._state > 0))
+        states = self._tree._state[children].copy()
         super().remove(ids)
-        self._tree._parents[children] = parents
+        self._tree._state[children] = states

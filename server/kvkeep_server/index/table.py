@@ -289,10 +289,18 @@ class IndexTable:
         """Version of one row; even while it does not change."""
         return int(self._version[row])
 
-    def snapshot(self) -> "IndexTable":
-        """A twin whose `address_of` goes on telling what holds now."""
+    def blank(self) -> U64:
+        """Room for a `snapshot`, touched, so that filling it takes no page faults. Any thread."""
+        return np.ones(self.geometry.rows, np.uint64)
+
+    def snapshot(self, room: NDArray[np.generic]) -> "IndexTable":
+        """A twin whose `address_of` goes on telling what holds now. `room` is that of `blank`, of
+        this table or of one before."""
+        if len(room) != self.geometry.rows:
+            room = self.blank()
+        np.copyto(room, self._places)
         twin = copy.copy(self)
-        twin.__dict__["_places"] = self._places.copy()
+        twin.__dict__["_places"] = room
         return twin
 
     def close(self) -> None:

@@ -64,7 +64,9 @@ class Arrivals(BlockFinder):
         self, *, table: IndexTable, policy: EvictionPolicy, clock: Clock, ghost_places: int
     ) -> None:
         """See the class."""
-        super().__init__(table=table, clock=clock, ghost_places=ghost_places)
+        super().__init__(
+            table=table, parents=policy.parents, clock=clock, ghost_places=ghost_places
+        )
         self._policy = policy
         self.held = {TierId.RAM: Held(), TierId.NVME: Held()}
 

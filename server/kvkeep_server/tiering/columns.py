@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from kvkeep_server.core.growth import column, extended
 from kvkeep_server.index.table import IndexTable
+from kvkeep_server.policies.parents import Parents
 
 I64 = NDArray[np.int64]
 U64 = NDArray[np.uint64]
@@ -37,7 +38,6 @@ _U32_MASK = np.uint64((1 << 32) - 1)
 # name -> (dtype, value of a free id)
 _COLUMNS: dict[str, tuple[type[np.generic], int]] = {
     "row": (np.int32, -1),
-    "parent": (np.int32, -1),
     "children": (np.uint16, 0),
     "pins": (np.uint16, 0),
     "keyspace": (np.uint16, 0),
@@ -49,6 +49,7 @@ _COLUMNS: dict[str, tuple[type[np.generic], int]] = {
     "in_ram": (np.bool_, 0),
     "reused": (np.bool_, 0),
 }
+_PLACES = "places of the table"
 _NOT_IN_A_SNAPSHOT = ("checksum", "_stamp_low", "_stamp_high", "_last_used", "reused")
 
 
@@ -57,6 +58,7 @@ class BlockColumns:
 
     Args:
         table: The index, for what stands in the rows.
+        parents: A column that the eviction policy sees too.
 
     Attributes:
         table: The present one.
@@ -86,9 +88,12 @@ class BlockColumns:
     _stamp_high: NDArray[np.uint16]
     _last_used: NDArray[np.int32]
 
-    def __init__(self, table: IndexTable) -> None:
+    def __init__(self, table: IndexTable, parents: Parents) -> None:
         """See the class."""
         self.table = table
+        self._parents = parents
+        parents.reserve(_CAPACITY_FIRST)
+        self.parent = parents.of
         for name, (kind, empty) in _COLUMNS.items():
             first = column(_CAPACITY_FIRST, kind)
             first[:] = empty
@@ -122,7 +127,7 @@ class BlockColumns:
 
     def _names(self) -> list[str]:
         shards = [] if self._unit is None else ["_unit", "_next_shard"]
-        return [*_COLUMNS, *shards]
+        return [*_COLUMNS, "parent", *shards]
 
     # --- ids
 
@@ -149,6 +154,7 @@ class BlockColumns:
         """Gives ids back and empties their columns."""
         for name, (_, empty) in _COLUMNS.items():
             getattr(self, name)[ids] = empty
+        self.parent[ids] = -1
         if self._unit is not None and self._next_shard is not None:
             self._unit[ids] = ids
             self._next_shard[ids] = -1
@@ -164,11 +170,13 @@ class BlockColumns:
         old = self.capacity
         step = min(old, _CAPACITY_STEP_MAX)
         capacity = old + -(-(ids - old) // step) * step
+        self._parents.reserve(capacity)
         for name in self._names():
             longer = extended(getattr(self, name), capacity)
             if name in _COLUMNS and _COLUMNS[name][1]:
                 longer[old:] = _COLUMNS[name][1]
             setattr(self, name, longer)
+        self.parent = self._parents.of
         if self._unit is not None and self._next_shard is not None:
             self._unit[old:] = np.arange(old, capacity)
             self._next_shard[old:] = -1
@@ -186,13 +194,15 @@ class BlockColumns:
 
     def blank(self) -> dict[str, NDArray[np.generic]]:
         """Room for a `snapshot`, touched, so that filling it takes no page faults. Any thread."""
-        return {name: np.full_like(getattr(self, name), 1) for name in self._names_of_a_snapshot()}
+        names = self._names_of_a_snapshot()
+        room = {name: np.full_like(getattr(self, name), 1) for name in names}
+        return {_PLACES: self.table.blank(), **room}
 
     def snapshot(self, room: Mapping[str, NDArray[np.generic]]) -> "BlockColumns":
         """A copy of what links blocks with each other and with slots, to look at in any thread; the
         other columns are as they are now. `room` is that of `blank`."""
         twin = copy.copy(self)
-        twin.table = self.table.snapshot()
+        twin.table = self.table.snapshot(room[_PLACES])
         twin.__dict__["_withdrawn"] = self._withdrawn.copy()
         for name in self._names_of_a_snapshot():
             now, into = getattr(self, name), room.get(name)

@@ -9,6 +9,7 @@ from kvkeep_server.core.clock import Clock
 from kvkeep_server.core.keys import KeyBatch
 from kvkeep_server.core.results import MissReason
 from kvkeep_server.index.table import IndexTable
+from kvkeep_server.policies.parents import Parents
 from kvkeep_server.tiering.columns import BlockColumns
 from kvkeep_server.tiering.ghosts import Ghosts
 from kvkeep_server.tiering.keyspaces import Keyspace, KeyspaceSet
@@ -23,6 +24,7 @@ class BlockFinder:
 
     Args:
         table: The index; `Residency` puts another one in its place when it fills.
+        parents: A column that the eviction policy sees too.
         clock: For ages.
         ghost_places: Of the ghost table, a power of two.
 
@@ -32,9 +34,11 @@ class BlockFinder:
             with those that descend from them; and why. Nobody finds them by `prefix`.
     """
 
-    def __init__(self, *, table: IndexTable, clock: Clock, ghost_places: int) -> None:
+    def __init__(
+        self, *, table: IndexTable, parents: Parents, clock: Clock, ghost_places: int
+    ) -> None:
         """See the class."""
-        self.columns = BlockColumns(table)
+        self.columns = BlockColumns(table, parents)
         self.ghosts = Ghosts(places=ghost_places)
         self.lost: dict[int, MissReason] = {}
         self.collisions_total = 0

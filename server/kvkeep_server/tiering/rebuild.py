@@ -15,7 +15,7 @@ from kvkeep_server.tiering.keyspaces import Keyspace
 
 I64 = NDArray[np.int64]
 # Of the blocks of a table that is full, so many are there when the next one is. Twice as many would
-# cost 13 bytes a block more on the average and rebuild a third as often; a rebuild takes 0.4 s a
+# cost 13 bytes a block more on the average and rebuild a third as often; a rebuild takes 0.5 s a
 # million blocks, in a thread.
 _GROWTH = 1.25
 # Blocks that are moved at once: with more, what is needed on the way would take more memory than
@@ -51,13 +51,11 @@ class PreparedTable:
     Attributes:
         table: The table.
         starts: Where keyspaces begin in it, by their index.
-        ids: Ids of all blocks.
-        rows: The row of each of `ids`.
+        rows: The row of each id, -1 = none; shape (ids,).
     """
 
     table: IndexTable
     starts: dict[int, tuple[np.uint64, np.uint64]]
-    ids: NDArray[np.int32]
     rows: NDArray[np.int32]
 
 
@@ -121,7 +119,7 @@ def fill_table(
     starts: dict[int, tuple[np.uint64, np.uint64]] = {}
     used = columns.in_use().astype(np.int32)
     order = used[np.argsort(columns.keyspace[used], kind="stable")]
-    rows = np.empty(len(order), np.int32)
+    rows = np.full(columns.capacity, -1, np.int32)
     spaces = columns.keyspace[order]
     ends = np.append(np.flatnonzero(spaces[1:] != spaces[:-1]) + 1, len(order)).tolist()
     first = 0
@@ -135,6 +133,6 @@ def fill_table(
             words = columns.key_words[ids][:, :width]
             tags, checks = table.multipliers.fingerprints(words, np.uint64(h), np.uint64(s))
             places = columns.table.places(columns.row[ids].astype(np.int64))
-            rows[at : at + len(ids)] = table.insert(tags, checks, places, ids)
+            rows[ids] = table.insert(tags, checks, places, ids)
         first = end
-    return PreparedTable(table, starts, order, rows)
+    return PreparedTable(table, starts, rows)

@@ -61,6 +61,8 @@ class Residency(Arrivals):
             ghost_places=settings.ghost_places,
         )
         self._ram = ram
+        # While the next table is built: the blocks that moved between tiers meanwhile.
+        self._moved: list[I64] | None = None
         self.evicted_total = 0
         # Since the last use, blocks: of those that left ram, and units: of those used again.
         self.evicted_ages = Histogram(AGE_BOUNDS_S)
@@ -254,6 +256,8 @@ class Residency(Arrivals):
         left the index."""
         rows = self.columns.row[blocks].astype(np.int64)
         here = rows >= 0
+        if self._moved is not None:
+            self._moved.append(blocks[here])
         places = places_of(addresses[here], self.columns.nvme[blocks[here]] != 0)
         self.table.move(rows[here], places)
 
@@ -311,19 +315,23 @@ class Residency(Arrivals):
         Raises:
             OSError: No memory for it.
         """
-        return self._tables.next(self.columns, self.keyspaces, rows)
+        self._moved = []
+        try:
+            return self._tables.next(self.columns, self.keyspaces, rows)
+        except BaseException:
+            self._moved = None
+            raise
 
     def adopt_table(self, prepared: PreparedTable) -> None:
         """Makes a built table the index. The caller has told clients of it before or does so right
         after."""
-        old = self.table
-        ids, table = prepared.ids, prepared.table
+        old, table = self.table, prepared.table
         # Blocks may have moved between tiers while it was built.
-        rows = prepared.rows.astype(np.int64)
-        places = old.places(self.columns.row[ids].astype(np.int64))
-        moved = table.places(rows) != places
-        table.move(rows[moved], places[moved])
-        self.columns.row[ids] = rows
+        moved = np.unique(np.concatenate([np.empty(0, np.int64), *(self._moved or ())]))
+        self._moved = None
+        places = old.places(self.columns.row[moved].astype(np.int64))
+        self.columns.row[: len(prepared.rows)] = prepared.rows
+        table.move(self.columns.row[moved].astype(np.int64), places)
         self.columns.table = table
         self._starts = prepared.starts
         self.ghosts.clear()

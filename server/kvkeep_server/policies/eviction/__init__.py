@@ -4,6 +4,7 @@ from typing import Protocol
 
 from kvkeep_server.core.hints import Hints
 from kvkeep_server.policies import BlockIds, ClassId
+from kvkeep_server.policies.parents import Parents
 
 __all__ = ["EvictionPolicy"]
 
@@ -90,7 +91,12 @@ class EvictionPolicy(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what the policy keeps."""
+        """Bytes of what the policy keeps, parents not counted."""
+
+    @property
+    def parents(self) -> Parents:
+        """What the policy was made with, or made for itself: the parents by id. Written to by
+        `insert` where it gets a parent; who shares it keeps the same there until `remove`."""
 
     def check(self) -> None:
         """Audits what the policy keeps.

@@ -99,7 +99,7 @@ def test_a_broken_guarantee_is_noticed(tree, broken_call, words):
         ("_parents", 2, 600, "child of an absent block"),
         ("_parents", 2, -7, "no id"),
         ("_state", 1, 0, "child of an absent block"),
-        ("_state", 700, 3, "a state"),
+        ("_state", 700, 2, "a state"),
     ],
 )
 def test_check_sees_a_broken_invariant(tree, array, block, value, words):

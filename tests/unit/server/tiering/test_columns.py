@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from kvkeep_server.index.layout import Multipliers
 from kvkeep_server.index.table import IndexTable
+from kvkeep_server.policies.parents import Parents
 from kvkeep_server.tiering.columns import _COLUMNS, BlockColumns
 
 TABLE = IndexTable(
@@ -19,7 +20,7 @@ def in_use(columns, ids):
 
 
 def test_low_ids_come_first_and_a_peek_tells_which():
-    columns = BlockColumns(TABLE)
+    columns = BlockColumns(TABLE, Parents())
     assert columns.peek(3).tolist() == [0, 1, 2]
     assert columns.allocate(3).tolist() == [0, 1, 2]
     assert columns.allocate(2).tolist() == [3, 4]
@@ -27,7 +28,7 @@ def test_low_ids_come_first_and_a_peek_tells_which():
 
 
 def test_freed_ids_are_empty_and_come_again():
-    columns = BlockColumns(TABLE)
+    columns = BlockColumns(TABLE, Parents())
     ids = columns.allocate(4)
     in_use(columns, ids)
     columns.pins[ids] = 3
@@ -42,7 +43,7 @@ def test_freed_ids_are_empty_and_come_again():
 
 
 def test_growing_keeps_what_is_there():
-    columns = BlockColumns(TABLE)
+    columns = BlockColumns(TABLE, Parents())
     first = columns.capacity
     ids = columns.allocate(first)
     in_use(columns, ids)
@@ -59,7 +60,7 @@ def test_growing_keeps_what_is_there():
 
 
 def test_keys_widen_and_never_narrow():
-    columns = BlockColumns(TABLE)
+    columns = BlockColumns(TABLE, Parents())
     columns.key_words[5] = 1
     columns.widen_keys(8)
     columns.widen_keys(2)
@@ -70,7 +71,7 @@ def test_keys_widen_and_never_narrow():
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 1500), st.randoms(use_true_random=False))))
 def test_ids_are_never_given_twice(steps):
-    columns, held = BlockColumns(TABLE), set()
+    columns, held = BlockColumns(TABLE, Parents()), set()
     for take, count, source in steps:
         if take:
             ids = columns.peek(count)
@@ -88,7 +89,7 @@ def test_ids_are_never_given_twice(steps):
 
 
 def test_growing_a_large_column_copies_nothing():
-    columns = BlockColumns(TABLE)
+    columns = BlockColumns(TABLE, Parents())
     columns.allocate(300_000)
     before, address = columns.nbytes, columns.nvme.__array_interface__["data"][0]
     columns.allocate(300_000)
@@ -99,7 +100,7 @@ def test_growing_a_large_column_copies_nothing():
 
 
 def test_units_of_several_blocks_are_made_when_there_is_one():
-    columns = BlockColumns(TABLE)
+    columns = BlockColumns(TABLE, Parents())
     ids = columns.allocate(6)
     alone = columns.nbytes
     assert columns.unit_of(ids).tolist() == columns.blocks_of(ids).tolist() == ids.tolist()
@@ -115,7 +116,7 @@ def test_units_of_several_blocks_are_made_when_there_is_one():
 
 @pytest.mark.parametrize("name", ["pins", "children"])
 def test_a_count_beyond_16_bits_is_kept(name):
-    columns = BlockColumns(TABLE)
+    columns = BlockColumns(TABLE, Parents())
     ids = columns.allocate(3)
     getattr(columns, name)[ids[1]] = 65_534
     for count in (65_535, 65_536, 65_537):
@@ -130,7 +131,7 @@ def test_a_count_beyond_16_bits_is_kept(name):
 
 @given(st.lists(st.integers(1, 2**48 - 1), min_size=1, max_size=20))
 def test_numbers_of_records_have_48_bits(numbers):
-    columns = BlockColumns(TABLE)
+    columns = BlockColumns(TABLE, Parents())
     ids, stamps = columns.allocate(len(numbers)), np.array(numbers, np.uint64)
     columns.set_record(ids, stamps * np.uint64(3), stamps)
     assert columns.stamp_of(ids).tolist() == numbers
@@ -140,7 +141,7 @@ def test_numbers_of_records_have_48_bits(numbers):
 
 @pytest.mark.parametrize("now_s", [-4e9, -7.03, 0.0, 1.5, 3.99, 1e6 + 0.4, 4e9])
 def test_last_uses_are_kept_to_a_sixteenth_of_a_second_and_never_lie_ahead(now_s):
-    columns = BlockColumns(TABLE)
+    columns = BlockColumns(TABLE, Parents())
     ids = columns.allocate(1)
     columns.set_last_used(ids, now_s)
     kept = columns.last_used_s(ids)[0]
@@ -151,7 +152,7 @@ def test_last_uses_are_kept_to_a_sixteenth_of_a_second_and_never_lie_ahead(now_s
 
 
 def test_a_block_that_left_the_index_keeps_its_address_until_its_id_is_free():
-    columns = BlockColumns(TABLE)
+    columns = BlockColumns(TABLE, Parents())
     ids = columns.allocate(3)
     columns.withdraw(ids[1:], np.array([8, 9], np.uint64))
     assert columns.withdrawn().tolist() == [1, 2]

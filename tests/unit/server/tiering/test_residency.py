@@ -252,3 +252,20 @@ def test_payload_is_counted_without_padding(core, residency, session):
     residency.evict(1)
     assert residency.payload_nbytes == 2 * 6000
     assert core.core.service.held([opened.namespace_set]) == [(4, 2 * 6000)]
+
+
+def test_blocks_that_move_between_tiers_while_a_table_is_built_are_there_in_it(
+    core, residency, session, opened
+):
+    keys = keys_of("a", 5)
+    core.put(session, opened, keys)
+    blocks = np.array(find(residency, opened, keys))
+    prepared = residency.build_table(256)
+    numbers = np.arange(1, 4, dtype=np.uint64)
+    residency.record(blocks[:3], numbers << np.uint64(32), numbers)
+    residency.forget(blocks[:1], MissReason.CORRUPT)
+    residency.adopt_table(prepared)
+    rows = residency.columns.row[blocks].astype(np.int64)
+    assert residency.table.on_nvme(rows).tolist() == [False, True, True, False, False]
+    core.check()
+    assert find(residency, opened, keys) == blocks.tolist()

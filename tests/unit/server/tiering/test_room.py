@@ -261,7 +261,7 @@ def test_clients_are_told_and_the_old_table_says_that_it_moved(tiny):
     old = tiny.core.residency.table
     state = old._state
     assert int(state[0]) == STATE_LIVE
-    tiny.put(session, opened, keys_of("a", 60))
+    tiny.put(session, opened, keys_of("a", 70))
     assert int(state[0]) == STATE_MOVED
     events = [(event.name, event.values) for event in session.events]
     assert ("index_moved", {"table_id": 2}) in events
@@ -380,7 +380,7 @@ def test_who_needs_little_does_not_slip_in_before_the_next_move(tiny, monkeypatc
             return fill(*args)
 
         monkeypatch.setattr("kvkeep_server.tiering.rebuild.fill_table", slow)
-        first = asyncio.create_task(room.index_rows(20))
+        first = asyncio.create_task(room.index_rows(30))
         await begun.acquire()
         much, little = (asyncio.create_task(room.index_rows(rows)) for rows in (5000, 1))
         await asyncio.sleep(0)
