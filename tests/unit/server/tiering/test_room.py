@@ -305,7 +305,7 @@ def test_look_ups_and_leases_go_on_while_the_index_moves(tiny, monkeypatch):
         await begun.wait()
         second = asyncio.ensure_future(tiny.store(other, opened, two, blocks(two)))
         for round_ in range(20):
-            grant = tiny.acquire(session, opened, old)
+            grant = await tiny.ask(session, opened, old)
             tiny.verify(grant, old)
             assert tiny.renew(session, grant) == 1
             assert tiny.lookup(session, opened, old[:round_]).blocks == round_
