@@ -179,6 +179,7 @@ class IndexTable:
         self._version = np.frombuffer(views[3], dtype=np.uint32)
         self._version_view = views[3].cast("I")
         self._passed_view = views[4].cast("H")
+        self._passed = np.frombuffer(views[4], dtype=np.uint16)
 
     @property
     def live(self) -> bool:
@@ -232,21 +233,19 @@ class IndexTable:
         return b"".join(pieces)
 
     def _present_piece(self, seed: Seed, words: NDArray[np.uint64], scratch: _Scratch) -> bytes:
-        lines = self._probe_home(seed, words, scratch)
+        self._probe_home(seed, words, scratch)
         absent = bytearray(scratch.missing.tobytes())
-        if 1 in absent:
-            # A bucket with an empty row ends the search; those without are looked behind.
-            self._compare(lines, _ZERO, scratch)
-            np.equal(scratch.hit, _ZERO, scratch.missing)
-            overflown = scratch.missing.tobytes()
-            for position in range(len(absent)):
-                if absent[position]:
-                    row = -1
-                    if overflown[position]:
-                        tag, home = int(scratch.tag[position]), int(scratch.home[position])
-                        row = self._probe_on(tag, home)
-                    absent[position] = row < 0
-                    scratch.row[position] = max(row, 0)
+        # Most are absent for good: only behind a bucket that was passed there can be more.
+        scratch.missing &= self._passed[scratch.home_index] != 0
+        going_on = scratch.missing.tobytes()
+        position = going_on.find(1)
+        while position >= 0:
+            row = self._probe_on(int(scratch.tag[position]), int(scratch.home[position]))
+            if row >= 0:
+                scratch.row[position] = row
+                absent[position] = 0
+            position = going_on.find(1, position + 1)
+        # Of those that are absent any row will do.
         agree = (self._check[scratch.row] == scratch.check).tobytes()
         there = int.from_bytes(agree, "little") & ~int.from_bytes(absent, "little")
         return there.to_bytes(len(words), "little")
@@ -354,10 +353,8 @@ class IndexTable:
         first = agree.tobytes().find(0)
         return n if first < 0 else first
 
-    def _probe_home(
-        self, seed: Seed, words: NDArray[np.uint64], scratch: _Scratch
-    ) -> NDArray[np.uint64]:
-        """Fill tag, check, home, row and missing; the home buckets' tags, shape (8, n)."""
+    def _probe_home(self, seed: Seed, words: NDArray[np.uint64], scratch: _Scratch) -> None:
+        """Fill tag, check, home, row and missing."""
         n = len(words)
         scratch.cut(n)
         self._fingerprint(seed, words, scratch)
@@ -376,7 +373,6 @@ class IndexTable:
         np.bitwise_and(slot, _SEVEN, slot)
         np.multiply(home, _BUCKET_ROWS, scratch.temporary)
         np.add(slot, scratch.temporary, slot)
-        return lines
 
     @staticmethod
     def _compare(lines: NDArray[np.uint64], value: NDArray[np.uint64], scratch: _Scratch) -> None:
