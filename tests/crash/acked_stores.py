@@ -8,6 +8,9 @@ import kvkeep
 BLOCK = 57_344
 LENGTH = 24
 SEGMENT = 4 << 20
+# Of one writer; lives of `LIVES_KEPT` writers fit the directory, so nothing has to leave it.
+CHAINS_MAX = 40
+LIVES_KEPT = 30
 RAM_BLOCKS = 16 * 2**20 // BLOCK
 SPEC = kvkeep.NamespaceSpec(
     model="m",
@@ -41,7 +44,7 @@ def stores(runtime_dir, first, acked, *, ack):
     """Stores chains until the daemon is gone; adds those that were acknowledged."""
     with kvkeep.connect(runtime_dir, timeout_s=5.0) as client:
         namespace = client.open_namespace(SPEC)
-        for number in range(first, first + 10_000):
+        for number in range(first, first + CHAINS_MAX):
             keys = chain(number)
             try:
                 result = namespace.store_blocks(keys, [content(key) for key in keys], ack=ack)

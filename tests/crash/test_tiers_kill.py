@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.crash.acked_stores import LENGTH, RAM_BLOCKS, config, stores, verify
+from tests.crash.acked_stores import LENGTH, LIVES_KEPT, RAM_BLOCKS, config, stores, verify
 from tests.fakes.daemon_process import DaemonProcess
 from tests.fakes.waiting import wait_until
 
@@ -22,6 +22,9 @@ def test_what_was_acknowledged_on_nvme_outlives_the_daemon(tmp_path, promise_cou
     try:
         for cycle in range(promise_count):
             daemon.start()
+            # What is older may have left for what is newer.
+            oldest = (cycle - LIVES_KEPT) * 10_000
+            acked = {number: blocks for number, blocks in acked.items() if number >= oldest}
             writer = threading.Thread(
                 target=stores,
                 args=(daemon.runtime_dir, cycle * 10_000, acked),
