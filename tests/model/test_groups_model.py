@@ -206,6 +206,7 @@ class GroupsAgainstADict(RuleBasedStateMachine):
             self.core.check()
 
 
+@pytest.mark.timeout(7200)
 @pytest.mark.promise("P03", gate=20, nightly=1000, unit="histories of several groups")
 def test_groups_against_a_dict(promise_count):
     run_state_machine_as_test(
