@@ -53,6 +53,15 @@ def test_the_second_turn_reuses_the_first(environment):
     ]
 
 
+def test_a_hybrid_model_finds_its_window_and_its_state(environment):
+    assert output_of([ROOT / "client/examples/hybrid_model.py"], environment).splitlines() == [
+        "160 of 240 tokens, the last 32 with a replay",
+        "global: blocks [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]",
+        "window: blocks [8, 9]",
+        "state: blocks [7]",
+    ]
+
+
 @pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\(([^)#:]+)\)", README))))
 def test_the_readmes_links_lead_somewhere(link):
     assert (ROOT / link).exists()
