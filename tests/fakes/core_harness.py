@@ -175,6 +175,12 @@ class Harness:
         assert self.work is None or not self.work.done(), "what goes on behind the work has ended"
         self.core.service.check()
         self.core.ram.check()
+        if self.core.nvme is not None:
+            columns = self.core.residency.columns
+            lying = columns.nvme[columns.in_use()]
+            numbers = np.unique(lying[lying != 0] >> np.uint64(32)).tolist()
+            known = [n for log in self.core.nvme.tier._logs for n in log.directory.table.segments]
+            assert set(numbers) <= set(known), "a record in a segment that is gone"
 
     def check_at_rest(self) -> None:
         """Also what holds while no commit runs: no slot is held by anything but a block."""

@@ -67,15 +67,19 @@ class Records:
 
     def wanted(self, rows: Rows) -> Mask:
         """See `RecordOwner`. What others descend from is wanted always, else they were lost with
-        it; of the rest the policy takes its share."""
+        it; of the rest the policy takes its share. A record whose unit is not whole on nvme is
+        forgotten, and written anew with the others."""
         if self.unsettled is not None:
             return np.ones(len(rows), np.bool_)
         number = int(rows["location"][0]) >> 32
         if number != self._decided:
             self._decide(number)
         columns, blocks = self._residency.columns, self._current(rows)
-        wanted: Mask = columns.recorded(columns.unit_of(blocks))
-        return wanted & (blocks >= 0)
+        wanted: Mask = columns.recorded(columns.unit_of(blocks)) & (blocks >= 0)
+        left = blocks[(blocks >= 0) & ~wanted]
+        if len(left):
+            self._residency.forget(left, MissReason.EVICTED)
+        return wanted
 
     def _decide(self, number: int) -> None:
         """Forgets the records of a segment that are not worth another writing, all at once: in

@@ -279,3 +279,24 @@ def test_all_that_ask_at_once_share_one_flight(directory):
         core.core.sessions.end(session.session_id, "over")
         assert np.count_nonzero(core.core.residency.columns.pins) == 0
         core.check_at_rest()
+
+
+def test_a_shard_without_its_sister_is_not_left_pointing_at_a_segment_that_goes(directory):
+    """Its unit is in ram still, but not whole on nvme, so nobody writes its record again."""
+    with both(directory) as core:
+        session = core.session()
+        opened = core.open(session, spec(tp_size=2))
+        keys = keys_of("a", 8)
+        for rank in range(2):
+            assert core.put(session, opened, keys, rank=rank) == [STORED] * 8
+        batch = KeyBatch.unpack(b"".join(keys), 32)
+        other = core.core.residency.find(opened.spaces.local[1], batch)
+        core.core.residency.forget(other[4:], MissReason.EVICTED)
+        core.run(core.core.nvme.tier.reclaim_oldest())
+        core.check()
+        assert core.core.residency.held[TierId.RAM].blocks == 16
+        evict_all(core)
+        core.check()
+        grant = core.acquire(session, opened, keys)
+        assert core.core.service.manager.removal.counts.corrupt == 0
+        core.verify(grant, keys)
