@@ -10,7 +10,7 @@ class Stopping:
     """Event loop only.
 
     Attributes:
-        wanted: Set by the first SIGTERM or SIGINT.
+        wanted: Set by the first SIGTERM, SIGINT or SIGHUP.
         hurried: Set by the second.
     """
 
@@ -22,7 +22,7 @@ class Stopping:
     def listen(self) -> None:
         """From now on signals end nothing by themselves."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.add_signal_handler(number, self._signalled)
 
     def _signalled(self) -> None:

@@ -256,6 +256,7 @@ class IndexTable:
     def _passing(self, rows: I64) -> I64:
         """The buckets that these live rows ran over on the way from home, each as often as that."""
         tags, at = self._tag[rows], rows // BUCKET_ROWS
+        assert (tags != _EMPTY).all(), "a row that is not live leads nowhere"
         bucket = home_buckets(tags, self.geometry.buckets)
         away = np.flatnonzero(bucket != at)
         bucket, at, steps = bucket[away], at[away], probe_steps(tags[away])

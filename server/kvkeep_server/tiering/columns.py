@@ -85,7 +85,7 @@ class BlockColumns:
     in_ram: NDArray[np.bool_]
     reused: NDArray[np.bool_]
     _stamp_low: NDArray[np.uint32]
-    _stamp_high: NDArray[np.uint16]
+    _stamp_high: _Narrow
     _last_used: NDArray[np.int32]
 
     def __init__(self, table: IndexTable, parents: Parents) -> None:
@@ -233,10 +233,14 @@ class BlockColumns:
         return (high << _U32_BITS) | self._stamp_low[ids]
 
     def set_record(self, ids: I64, locations: U64 | int, stamps: U64) -> None:
-        """Where the records of blocks lie, and their numbers, which are below 2^48; 0 = none."""
+        """Where the records of blocks lie, and their numbers; 0 = none."""
         self.nvme[ids] = locations
         self._stamp_low[ids] = stamps & _U32_MASK
-        self._stamp_high[ids] = stamps >> _U32_BITS
+        high = stamps >> _U32_BITS
+        # From 65,536 segments on: they begin at a segment's number << 32.
+        if self._stamp_high.dtype == np.uint16 and high.max(initial=0) > _NARROW_MAX:
+            self._stamp_high = _wider(self._stamp_high)
+        self._stamp_high[ids] = high
 
     def last_used_s(self, units: I64) -> NDArray[np.float64]:
         """Monotonic seconds of the last use of units, to a sixteenth."""

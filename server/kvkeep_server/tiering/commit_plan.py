@@ -1,7 +1,7 @@
 """What one commit has to do: which of its blocks are new, and behind which parents."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +35,13 @@ class StagedGroup:
     offsets: I64
     positions: I64 | None = None
 
+    def cut(self, start: int, stop: int) -> "StagedGroup":
+        """Only the blocks of the keys from `start` to `stop`, whose positions begin there."""
+        if self.positions is None:
+            return StagedGroup(self.keyspace, self.offsets[start:stop])
+        low, high = np.searchsorted(self.positions, (start, stop))
+        return StagedGroup(self.keyspace, self.offsets[low:high], self.positions[low:high] - start)
+
     @property
     def chained(self) -> bool:
         """Whether its blocks have parents."""
@@ -62,6 +69,22 @@ class CommitBatch:
     staging: memoryview
     hints: Hints
     nvme_wait_s: float | None = None
+
+    def cut(self, keys: int) -> "Iterator[CommitBatch]":
+        """The same in parts of at most so many keys, each behind the one before; one that is
+        refused takes the next ones with it."""
+        for start in range(0, max(1, len(self.keys)), keys):
+            stop = start + keys
+            if not start and stop >= len(self.keys):
+                yield self
+                return
+            groups = [group.cut(start, stop) for group in self.groups]
+            yield replace(
+                self,
+                parent_key=self.keys.slice(start - 1, start) if start else self.parent_key,
+                keys=self.keys.slice(start, min(stop, len(self.keys))),
+                groups=[group for group in groups if len(group.offsets)],
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,9 +187,9 @@ class _Sorting:
             asked = KeyBatch(words, batch.keys.key_nbytes)
         chained = [self._chained(group, asked, lead) for group in batch.groups if group.chained]
         offered = chained + [self._others(group) for group in batch.groups if not group.chained]
-        new = offered[0].new
-        for other in offered[1:]:
-            new = new | other.new
+        new = np.zeros(len(batch.keys), bool)
+        for one in offered:
+            new |= one.new
         status = np.where(new, _UNSPECIFIED, _ALREADY_STORED)
         todo = np.flatnonzero(new & (self._first == self._own))
         parents = np.full(len(todo), PARENT_NONE, np.int64)

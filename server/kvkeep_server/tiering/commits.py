@@ -17,7 +17,7 @@ Until 6 nothing is visible, and leaving early (an error, a failed copy) gives th
 import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,9 @@ from kvkeep_server.tiering.room import Need, RoomMaker
 from kvkeep_server.tiering.sealed import PARENT_NONE, Sealed, Slots
 from kvkeep_server.tiering.transfers import CopyIn, Transfers
 from kvkeep_server.tiers.ram.tier import Reservation
+
+# Of a commit: so many keys are new in 10 ms of the event loop, and others have their turn between.
+_KEYS_AT_ONCE = 2048
 
 I64 = NDArray[np.int64]
 U8 = NDArray[np.uint8]
@@ -132,11 +135,19 @@ class Commits:
         Raises:
             ResourceExhaustedError: No memory for a larger index.
         """
+        until_s = asyncio.get_running_loop().time() + (batch.nvme_wait_s or 0.0)
+        parts = [np.empty(0, np.uint8)]
         try:
-            status = await self._run(batch)
+            for part in batch.cut(_KEYS_AT_ONCE):
+                if len(parts) > 1:
+                    await asyncio.sleep(0)
+                left_s = max(0.0, until_s - asyncio.get_running_loop().time())
+                wait_s = None if batch.nvme_wait_s is None else left_s
+                parts.append(await self._run(replace(part, nvme_wait_s=wait_s)))
         except BaseException:
             self.counts.add_failed(len(batch.keys))
             raise
+        status = np.concatenate(parts)
         self.counts.add(status)
         return status
 
@@ -277,9 +288,10 @@ class Commits:
         units = self._units(plan, wanted)
         if not len(units):
             return
-        done = demotion.offer(units)
-        if wait_s is not None:
-            await asyncio.wait([done], timeout=wait_s)
+        if wait_s is None:
+            demotion.offer(units)
+        else:
+            await demotion.offer_in_time(units, wait_s)
             self._fail_what_is_not_on_nvme(plan, wanted)
 
     def _of_nvme(self, plan: Plan, wanted: Mask) -> Iterator[tuple[StagedGroup, I64, I64]]:

@@ -111,6 +111,7 @@ class Demotion:
         self._queue: deque[_Queued] = deque()
         self._queued_units: set[int] = set()
         self._work = asyncio.Event()
+        self._ending: asyncio.Future[None] | None = None
         self.counts = DemotionCounts()
         self.queued_blocks = 0
         self.queued_nbytes = 0
@@ -138,6 +139,22 @@ class Demotion:
         # None left: they are queued already, and this is done when what is queued before it is.
         self._enqueue(_Queued(units, nbytes, len(blocks), done))
         return done
+
+    async def offer_in_time(self, units: I64, wait_s: float) -> None:
+        """As `offer`, for who waits for the medium: also for room in the queue. Returns when they
+        are written, or never will be, or the time is over."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + wait_s
+        while not self._takes(units) and loop.time() < until:
+            if self._ending is None:
+                self._ending = loop.create_future()
+            await asyncio.wait([self._ending], timeout=until - loop.time())
+        await asyncio.wait([self.offer(units)], timeout=max(0.0, until - loop.time()))
+
+    def _takes(self, units: I64) -> bool:
+        """Whether there is room for all of them."""
+        blocks = self._residency.columns.blocks_of(self._missing(units))
+        return self._has_room(len(blocks), self._residency.nbytes_of(blocks))
 
     def take_again(self, unit: int) -> bool:
         """Takes a unit that a full queue left out, with its ancestors; False = there is no room."""
@@ -183,11 +200,18 @@ class Demotion:
             above.append(at)
             at = int(columns.parent[at])
         units = np.concatenate((np.array(above[::-1], np.int64), units))
-        wanted = (columns.row[units] >= 0) & columns.in_ram[units] & ~columns.recorded(units)
+        wanted = self._writable(units)
         queued = self._queued_units
         wanted &= ~self._residency.ram_only(units)
         wanted &= np.array([unit not in queued for unit in units.tolist()], bool)
         return units[wanted]
+
+    def _writable(self, units: I64) -> Mask:
+        """Which units have something in ram that is not on nvme, and nothing that is nowhere: such
+        a unit is lost, and about to leave."""
+        columns = self._residency.columns
+        writable = (columns.row[units] >= 0) & columns.in_ram[units]
+        return writable & ~columns.recorded(units) & columns.placed(units)
 
     # --- out
 
@@ -216,6 +240,9 @@ class Demotion:
             yield self._queue.popleft()
 
     def _end(self, entry: _Queued) -> None:
+        if self._ending is not None:
+            self._ending.set_result(None)
+            self._ending = None
         self.queued_blocks -= entry.blocks
         self.queued_nbytes -= entry.nbytes
         self._queued_units.difference_update(entry.units.tolist())
@@ -227,8 +254,7 @@ class Demotion:
         """Units root to tail, in pieces: what one refuses is not tried with the next."""
         columns, tries = self._residency.columns, 0
         while len(units) and tries < _TRIES_MAX:
-            here = (columns.row[units] >= 0) & columns.in_ram[units] & ~columns.recorded(units)
-            units = units[here]
+            units = units[self._writable(units)]
             if not len(units):
                 return  # removed while they waited
             piece = units[: self._fitting(units)]

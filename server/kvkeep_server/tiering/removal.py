@@ -209,9 +209,10 @@ class Removal:
             some = trees[start : start + _SLICE_UNITS]
             same = (columns.row[some] >= 0) & (columns.checksum[some] == checksums[some])
             leaving = closed_part(columns, np.sort(some[same]))
+            # In one step with those of other groups: what was found before a pause may be gone.
             others = self._of_same_keys(leaving, groups)
-            removed += await self._withdraw(leaving, reason)
-            await self._withdraw(others, reason)
+            await self._withdraw(np.concatenate([leaving, others]), reason)
+            removed += len(leaving)
             await asyncio.sleep(0)
         return removed
 
@@ -225,7 +226,8 @@ class Removal:
         return np.unique(others[others >= 0])
 
     async def _withdraw(self, units: I64, reason: MissReason) -> int:
-        """Out of the index at once; then nvme is told, unless its records may come back."""
+        """Out of the index at once; then nvme is told, unless its records may come back. The units
+        must have been found since the last pause."""
         records: list[Blocks] = []
         if len(units) and self._nvme is not None and reason is not MissReason.EVICTED:
             blocks_of = self._residency.columns.blocks_of(units)

@@ -1,5 +1,6 @@
 """WINDOW and STATE groups on a core: what is stored at a boundary, found, leased, kept and lost."""
 
+import asyncio
 import random
 from itertools import pairwise
 from pathlib import Path
@@ -434,3 +435,27 @@ def test_a_state_that_nvme_does_not_give_ends_the_prefix_at_the_one_before(direc
         for one in (grant, again):
             if one.lease is not None:
                 core.release(session, one)
+
+
+def test_two_removals_of_one_chain_at_once(directory):
+    """Each pauses to tell nvme; what the other one took out meanwhile is left alone."""
+    with both(directory) as core:
+        session = core.session()
+        opened = core.open(session, spec(groups=(full(), SWA, EXACT)))
+        service = core.core.service
+        for turn in range(10):
+            keys = keys_of(turn, 32)
+            put(core, session, opened, keys, range(32), range(3, 32, 4))
+
+            async def twice(keys=keys):
+                def removal(of):
+                    packed = b"".join(of)
+                    return service.remove(
+                        session, opened.spaces.index, packed, with_descendants=True
+                    )
+
+                return await asyncio.gather(removal(keys[:1]), removal(keys), removal(keys[4:]))
+
+            core.run(twice())
+            core.check()
+            assert core.core.residency.held[TierId.NVME].blocks == 0

@@ -300,3 +300,54 @@ def test_a_shard_without_its_sister_is_not_left_pointing_at_a_segment_that_goes(
         grant = core.acquire(session, opened, keys)
         assert core.core.service.manager.removal.counts.corrupt == 0
         core.verify(grant, keys)
+
+
+def test_a_unit_with_a_shard_that_is_nowhere_is_not_written(directory):
+    """It is about to leave: there are no bytes of it to write, at address 0 or elsewhere."""
+    with both(directory) as core:
+        core.ack = AckLevel.RAM
+        session = core.session()
+        opened = core.open(session, spec(tp_size=2))
+        keys = keys_of("a", 4)
+        for rank in range(2):
+            core.put(session, opened, keys, rank=rank)
+        core.run(core.core.nvme.demotion.settle())
+        evict_all(core)
+        batch = KeyBatch.unpack(b"".join(keys), 32)
+        first, other = (core.core.residency.find(space, batch) for space in opened.spaces.local)
+        grant = core.acquire(session, opened, keys)
+        core.release(session, grant)
+        columns, residency = core.core.residency.columns, core.core.residency
+        # One shard of the last key has lost its record and its place in ram.
+        last = np.array([other[3]])
+        residency.forget(np.array([first[3], other[3]]), MissReason.EVICTED)
+        row = columns.row[last].astype(np.int64)
+        address = columns.address_of(last)
+        residency.table.move(row, np.zeros(1, np.uint64))
+        written = core.core.nvme.demotion.counts.written
+        core.run(demoted(core, residency.units_of(first)))
+        assert core.core.nvme.demotion.counts.written == written
+        residency.table.move(row, address)
+        core.check()
+
+
+async def demoted(core, units):
+    await core.core.nvme.demotion.offer(units)
+
+
+def test_segment_numbers_of_more_than_sixteen_bits(directory):
+    """Records begin at a segment's number << 32."""
+    Path(directory, "kv").mkdir(mode=0o700)
+    Path(directory, "kv", "00010000.kvks").write_bytes(b"short")
+    keys = keys_of("a", 50)
+    for stored in (STORED, ALREADY):
+        with both(directory) as core:
+            session = core.session()
+            opened = core.open(session)
+            core.run(core.core.nvme.recovery.settled())
+            assert core.put(session, opened, keys) == [stored] * 50
+            evict_all(core)
+            grant = core.acquire(session, opened, keys)
+            assert grant.leased == 50
+            core.verify(grant, keys)
+            core.release(session, grant)
