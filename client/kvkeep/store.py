@@ -39,7 +39,8 @@ class Store:
     """Blocks on their way into the cache; a context manager. One thread at a time.
 
     Fill `views`, then `commit`, or leave the `with` normally, which commits. Leaving it by an
-    exception stores nothing. After either the views are dead: using one is a ValueError.
+    exception stores nothing. After either the views are dead: using one is a ValueError. One that
+    is dropped without either keeps its room in the staging memory until the session ends.
 
     Attributes:
         new: Positions in the keys that are not stored yet, as the shared index says, of the first

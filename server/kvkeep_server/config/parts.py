@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 from kvkeep_server.config import Settings
-from kvkeep_server.core.errors import InvalidArgumentError
+from kvkeep_server.core.errors import FailedPreconditionError, InvalidArgumentError
 from kvkeep_server.core.memory_limit import read_memory_limit
 from kvkeep_server.core.quantities import show_size
 from kvkeep_server.core.settings_kinds import disk_nbytes
@@ -102,13 +102,27 @@ def nvme_directories(settings: Settings) -> tuple[DirectorySettings, ...]:
     return tuple(
         DirectorySettings(
             path=path,
-            max_nbytes=disk_nbytes(nvme.max, _disk_of(path)),
+            max_nbytes=_disk_share(nvme.max, path),
             segment_nbytes=nvme.segment_nbytes,
             free_min_nbytes=nvme.free_min_nbytes,
             open_max=_SEGMENTS_OPEN_MAX,
         )
         for path in nvme.directories
     )
+
+
+def _disk_share(text: str, path: str) -> int:
+    """What `nvme.max` means in a directory.
+
+    Raises:
+        FailedPreconditionError: Too little.
+    """
+    disk = _disk_of(path)
+    try:
+        return disk_nbytes(text, disk)
+    except ValueError as error:
+        msg = f"nvme.max = {text!r} of the {disk} bytes that the file system of {path} has: {error}"
+        raise FailedPreconditionError(msg) from error
 
 
 def _disk_of(path: str) -> int:

@@ -84,6 +84,7 @@ class NvmeSide:
         files, clock, source = facts.means.files, facts.means.clock, facts.means.source
         self._residency = residency
         self._book = book
+        self._sick: dict[str, str] = {}
         self._writers = ThreadPoolExecutor(_WRITE_THREADS, thread_name_prefix="kvkeep-write")
         self.records = Records(
             residency=residency, policy=UsedReinsertion(), keyspace_of=book.by_name
@@ -150,7 +151,18 @@ class NvmeSide:
             if self._residency.lost:
                 await self.removal.of_lost()
             self._left_out.offer()
+            self._tell_of_sick_directories()
             await asyncio.sleep(_SWEEP_S)
+
+    def _tell_of_sick_directories(self) -> None:
+        """Logs it when a directory takes no writes any more, and when it does again."""
+        sick = {one.path: one.sick for one in self.tier.stats().directories if one.sick}
+        for path in sick.keys() - self._sick.keys():
+            extra = {"directory": path, "reason": sick[path]}
+            _log.warning("nvme: a directory takes no writes", extra=extra)
+        for path in self._sick.keys() - sick.keys():
+            _log.info("nvme: a directory takes writes again", extra={"directory": path})
+        self._sick = sick
 
     async def drain(self) -> None:
         """Queues what is in ram only, and waits until all is written. Cancel it when the time is
