@@ -351,3 +351,21 @@ def test_segment_numbers_of_more_than_sixteen_bits(directory):
             assert grant.leased == 50
             core.verify(grant, keys)
             core.release(session, grant)
+
+
+def test_a_directory_that_takes_no_writes_is_logged_once_and_again_when_it_does(directory, caplog):
+    with both(directory) as core:
+        health = core.core.nvme.tier._logs[0].directory.health
+        caplog.set_level("INFO", "kvkeep_server")
+        health.failed(OSError(28, "No space left on device"))
+        for _ in range(3):
+            core.core.nvme._tell_of_sick_directories()
+        health.worked()
+        for _ in range(3):
+            core.core.nvme._tell_of_sick_directories()
+    told = [record for record in caplog.records if "writes" in record.message]
+    assert [(record.levelname, record.message) for record in told] == [
+        ("WARNING", "nvme: a directory takes no writes"),
+        ("INFO", "nvme: a directory takes writes again"),
+    ]
+    assert "No space left" in told[0].reason
