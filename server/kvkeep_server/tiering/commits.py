@@ -34,8 +34,8 @@ from kvkeep_server.tiering.sealed import PARENT_NONE, Sealed, Slots
 from kvkeep_server.tiering.transfers import CopyIn, Transfers
 from kvkeep_server.tiers.ram.tier import Reservation
 
-# Of a commit: so many keys are new in 10 ms of the event loop, and others have their turn between.
-_KEYS_AT_ONCE = 2048
+# Of a commit: so many new keys take the event loop a few ms, and others have their turn between.
+_KEYS_AT_ONCE = 512
 
 I64 = NDArray[np.int64]
 U8 = NDArray[np.uint8]
