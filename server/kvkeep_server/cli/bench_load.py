@@ -189,6 +189,12 @@ class BlockSet:
             self.fill(store, numbers)
             self.committed(store.commit(), len(numbers))
 
+    def remove_all(self, batch_blocks: int) -> None:
+        """Takes everything out again."""
+        for start in range(0, self.stored, batch_blocks):
+            self.namespace.remove(self._keys[start : start + batch_blocks].tobytes())
+        self.stored = 0
+
     def check(self, numbers: NDArray[np.int64], read: NDArray[np.uint8]) -> None:
         """See `Source.check`; `read` is what one read of the blocks gave, any shape."""
         self._source.check(numbers, read.reshape(len(numbers), self.block_nbytes))
@@ -201,11 +207,12 @@ def open_set(
     *,
     source: Source,
     random: np.random.Generator,
+    name: str = "blocks",
 ) -> BlockSet:
     """Opens the namespace of one block size."""
     spec = kvkeep.NamespaceSpec(
         tenant="bench",
-        model=f"blocks of {block_nbytes} bytes",
+        model=f"{name} of {block_nbytes} bytes",
         weights_fingerprint="none",
         engine="bench",
         layout_version="1",

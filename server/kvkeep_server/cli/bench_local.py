@@ -146,7 +146,6 @@ class LocalBench:
             WrongBytesError: A call returned something else than what was stored.
         """
         self._prepare()
-        self._pool.wait_for_huge_pages()
         commits: list[Row] = []
         for name in SIZES:
             self._progress(f"commit and store, {name}")
@@ -175,6 +174,25 @@ class LocalBench:
         self._index = self._sets.pop("index")
         self._progress(f"{plan.index_blocks:,} blocks of 4 KiB into the index")
         self._index.store_all(CHAIN_BLOCKS, self._pool)
+        self._grow_pool()
+
+    def _grow_pool(self) -> None:
+        """Has all memory of the pool in use once: its growth and its huge pages come once in a
+        daemon's life, behind the work, and take the work a core meanwhile."""
+        nbytes = max(SIZES.values())
+        payload = sum(size * self._plan.blocks(size) for size in SIZES.values())
+        self._progress(f"{payload / GiB:.1f} GiB once, so that the pool is as large as it will be")
+        filler = open_set(
+            self._client,
+            nbytes,
+            payload // nbytes // BATCH_BLOCKS * BATCH_BLOCKS,
+            source=self._source,
+            random=self._random,
+            name="filler",
+        )
+        filler.store_all(BATCH_BLOCKS, self._pool)
+        self._pool.wait_for_huge_pages()
+        filler.remove_all(BATCH_BLOCKS)
 
     # ---- commit and store ------------------------------------------------------------------------
 

@@ -152,6 +152,11 @@ class Memfd:
         """
         return os.dup(self._client_fd)
 
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self.fd < 0
+
     def collapse(self, start: int, nbytes: int) -> bool:
         """Makes huge pages of a part of the file, best effort; whether the kernel did.
 

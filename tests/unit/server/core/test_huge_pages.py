@@ -17,6 +17,7 @@ class File:
     def __init__(self, nbytes, works=lambda start: True):
         self.nbytes = nbytes
         self.parts = []
+        self.closed = False
         self._works = works
 
     def collapse(self, start, nbytes):
@@ -53,18 +54,41 @@ def test_files_one_after_the_other_in_parts(executor):
     assert files[1].parts == [(0, 32 * MIB)]
 
 
-def test_what_the_kernel_refuses_is_not_tried_on_and_not_counted(executor):
-    refused, after, done = File(200 * MIB, lambda start: start < 32 * MIB), File(MIB), []
+def test_what_the_kernel_refuses_is_tried_again_behind_the_others(executor):
+    busy = {32 * MIB: 2}  # start -> refusals
+
+    def works(start):
+        busy[start] = busy.get(start, 0) - 1
+        return busy[start] < 0
+
+    refused, after, done = File(96 * MIB, works), File(MIB), []
 
     async def go():
-        pages = HugePages(executor, wanted=True)
+        pages = HugePages(executor, wanted=True, again_after_s=0.01)
         pages.make(refused, lambda: done.append("refused"))
         pages.make(after, lambda: done.append("after"))
-        await until(lambda: done)
+        await until(lambda: len(done) == 2)
 
     asyncio.run(go())
-    assert done == ["after"]
-    assert len(refused.parts) == 2
+    assert done == ["after", "refused"]
+    starts = [start // MIB for start, _ in refused.parts]
+    assert starts == [0, 32, 64, 32, 32]
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_what_the_kernel_refuses_for_good_is_not_counted(executor, closed):
+    refused, done = File(64 * MIB, lambda start: start < 32 * MIB), []
+    refused.closed = closed
+
+    async def go():
+        pages = HugePages(executor, wanted=True, again_after_s=0.001)
+        pages.make(refused, lambda: done.append("refused"))
+        await until(lambda: len(refused.parts) == (2 if closed else 6))
+        await asyncio.sleep(0.05)
+
+    asyncio.run(go())
+    assert not done
+    assert len(refused.parts) == (2 if closed else 6)
 
 
 def test_nothing_while_somebody_waits_for_memory(executor):
