@@ -9,7 +9,8 @@ import itertools
 import socket
 import sys
 import threading
-from contextlib import suppress
+import time
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from kvkeep.v1 import block_cache_pb2 as pb
@@ -19,6 +20,8 @@ from tests.fakes.raw_session import PAGE, RawSession
 
 METHODS = {name: method for method, (name, _) in CALLS.items()}
 CHAIN = 17
+HALVES = 64
+HALF_NBYTES = 1 << 20
 # gRPC takes no more than 4 MiB.
 NBYTES = (4 << 20) - 4096
 # Calls on gRPC that wait for their answers. gRPC copies what it received in the loop, 2 ms for each
@@ -80,6 +83,7 @@ def flood_grpc(raw: RawSession, name: str, payload: bytes) -> None:
 
 def flood_hellos(runtime_dir: Path) -> None:
     """Says hello and hangs up."""
+    say_ready()
     hello = session_pb2.SideHello(
         client_name="flood", layout_versions=[2], staging_nbytes=PAGE
     ).SerializeToString()
@@ -89,6 +93,30 @@ def flood_hellos(runtime_dir: Path) -> None:
             sock.send(hello)
 
 
+def flood_halves(runtime_dir: Path) -> None:
+    """Sessions that each leave a call of HALF_NBYTES half sent, and the next one when it is
+    refused: together more than the daemon has room for."""
+    payload = pb.LookupRequest(keys=bytes(HALF_NBYTES)).SerializeToString()
+    half = HEADER.pack(len(payload), METHODS["Lookup"], 0, 0, 1) + payload[:-1]
+
+    def keep_half(raw: RawSession) -> None:
+        raw.calls.settimeout(None)
+        rest = b""
+        while True:
+            raw.calls.sendall(rest + half)
+            raw.calls.recv(1 << 16)
+            rest = payload[-1:]
+
+    with ExitStack() as held:
+        raws = [held.enter_context(RawSession(runtime_dir)) for _ in range(HALVES)]
+        threads = [threading.Thread(target=keep_half, args=(raw,), daemon=True) for raw in raws]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.5)
+        say_ready()
+        threads[0].join()
+
+
 def say_ready() -> None:
     sys.stdout.write("it runs\n")
     sys.stdout.flush()
@@ -96,8 +124,9 @@ def say_ready() -> None:
 
 def main() -> None:
     runtime_dir, flood, transport = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
-    if transport == "fd socket":
-        say_ready()
+    if flood == "half calls":
+        flood_halves(runtime_dir)
+    if flood == "hellos":
         flood_hellos(runtime_dir)
     with RawSession(runtime_dir) as raw:
         name, payload = payload_of(flood, stored_chain(raw))

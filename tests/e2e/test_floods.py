@@ -17,6 +17,9 @@ LAG_S = 0.05
 ROUNDS = 3
 ROUND_S = 0.7
 PAUSE_S = 0.002
+LARGE_CALLS = 10
+# What a client waits for an answer when it says nothing else.
+CLIENT_TIMEOUT_S = 2.0
 CONFIG = '[ram]\nsize = "64MiB"\n[sessions]\nstaging = "64KiB"\n'
 FLOODS = [
     ("groups of a namespace", "call socket"),
@@ -69,4 +72,19 @@ def test_others_are_answered_beside_a_flood(daemon, flood, transport):
         with flooding(daemon, flood, transport):
             rounds = [p99_s(session, request) for _ in range(ROUNDS)]
     assert statistics.median(rounds) <= LAG_S, [round(s * 1000) for s in rounds]
+    daemon.check_log()
+
+
+def test_large_calls_find_room_beside_half_ones(daemon):
+    with RawSession(daemon.runtime_dir) as session:
+        opened = session.open_namespace(4096)
+        request = pb.LookupRequest(set_index=opened.set_index, keys=b"k" * 32 * 8000)
+        took_s = []
+        with flooding(daemon, "half calls", "call socket"):
+            for _ in range(LARGE_CALLS):
+                began_s = time.monotonic()
+                status, _ = session.frame_call(session_pb2.CALL_METHOD_LOOKUP, request)
+                took_s.append(time.monotonic() - began_s)
+                assert status == 0
+    assert max(took_s) <= CLIENT_TIMEOUT_S, [round(s, 1) for s in took_s]
     daemon.check_log()

@@ -20,7 +20,7 @@ from google.protobuf.message import DecodeError, Message
 
 from kvkeep.v1 import block_cache_pb2 as pb
 from kvkeep.v1 import session_pb2
-from kvkeep_server.core.errors import KVKeepError
+from kvkeep_server.core.errors import KVKeepError, ResourceExhaustedError
 from kvkeep_server.rpc import convert
 from kvkeep_server.rpc.block_calls import BlockCalls
 from kvkeep_server.rpc.frame_room import Claim, FrameRoom
@@ -41,6 +41,8 @@ _RUNNING_MAX = 256
 # What a client may leave half without asking for room, and what is read at once.
 _FREE_NBYTES = 64 << 10
 _READ_NBYTES = 256 << 10
+# For who left a call half sent: those who waited have come and gone by then.
+_RETRY_AFTER_S = 0.1
 # Of all clients together, if one request is not larger.
 _ROOM_NBYTES = 16 << 20
 
@@ -175,6 +177,7 @@ class _Connection(asyncio.BufferedProtocol):
         self._to_skip = 0
         self._claim: Claim | None = None
         self._has_room = True
+        self._overdue = 0
         self._next_turn: asyncio.Handle | None = None
         self._turn_over = False
         self._unsent = False
@@ -288,7 +291,7 @@ class _Connection(asyncio.BufferedProtocol):
     def _claim_room(self, nbytes: int) -> None:
         """For the rest of a frame; it is not read before there is room."""
         if self._claim is None and nbytes > _FREE_NBYTES:
-            self._claim = Claim(nbytes, self._on_room, self._on_overdue)
+            self._claim = Claim(nbytes, self._on_room, self._on_overdue, self._overdue)
             self._has_room = self._sockets.room.claim(self._claim)
 
     def _on_room(self) -> None:
@@ -296,7 +299,16 @@ class _Connection(asyncio.BufferedProtocol):
         self._read_or_pause()
 
     def _on_overdue(self) -> None:
-        self._end("left a call half sent while others waited for its room")
+        """The rest of the call is passed over when it comes."""
+        self._overdue += 1
+        nbytes, method, _, _, call_id = HEADER.unpack_from(self._unread)
+        self._to_skip = nbytes - (len(self._unread) - HEADER.size)
+        self._unread.clear()
+        self._give_room_back()
+        name, _ = METHODS[method]
+        sentence = f"{name}: {nbytes} bytes came half while others waited for room; send it again"
+        error = ResourceExhaustedError(sentence, retry_after_s=_RETRY_AFTER_S)
+        self._refuse(_Call(name, call_id, self._loop.time()), error)
 
     def _give_room_back(self) -> None:
         claim, self._claim, self._has_room = self._claim, None, True

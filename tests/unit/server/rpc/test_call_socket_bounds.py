@@ -11,7 +11,7 @@ from tests.fakes.call_socket_clients import MESSAGE_MAX, OPEN, commit_of, frame,
 from tests.fakes.core_harness import Gate, keys_of
 from tests.fakes.frames import HEADER
 
-OK, INVALID_ARGUMENT, UNIMPLEMENTED = 0, 3, 12
+OK, INVALID_ARGUMENT, NOT_FOUND, RESOURCE_EXHAUSTED, UNIMPLEMENTED = 0, 3, 5, 8, 12
 LOOKUP = session_pb2.CALL_METHOD_LOOKUP
 COMMIT = session_pb2.CALL_METHOD_COMMIT
 RENEW = session_pb2.CALL_METHOD_RENEW
@@ -80,7 +80,7 @@ def test_half_requests_are_bounded_together_and_wait_their_turn(monkeypatch):
     run(test, clients=8)
 
 
-def test_who_leaves_a_request_half_while_others_wait_is_ended(monkeypatch):
+def test_who_leaves_a_request_half_while_others_wait_is_refused_and_goes_on(monkeypatch):
     monkeypatch.setattr(call_sockets, "_ROOM_NBYTES", 0)
     monkeypatch.setattr(frame_room, "_LOOK_S", 0.02)
 
@@ -90,11 +90,21 @@ def test_who_leaves_a_request_half_while_others_wait_is_ended(monkeypatch):
         for client in hostile:
             await client.send(whole[:-1])
         await asyncio.sleep(0.2)
-        assert not any(client.session.over for client in hostile), "they are in nobody's way"
+        assert sum(unread(sockets)), "they are in nobody's way"
         await sane.send(whole)
         assert (await sane.reply())[0] == 7
-        assert any(client.session.over for client in hostile)
-        assert not sane.session.over
+        assert not any(client.session.over for client in clients)
+        first, *others = hostile
+        call_id, status, retry_after_ms, sentence = await first.reply()
+        assert (call_id, status, retry_after_ms) == (7, RESOURCE_EXHAUSTED, 100)
+        assert sentence.startswith(b"Commit: ")
+        # The rest is passed over, and the call may be made again.
+        await first.send(whole[-1:] + whole)
+        for client in others:
+            await client.send(whole[-1:])
+        for client in hostile:
+            assert (await client.reply())[:2] == (7, NOT_FOUND)
+        assert sockets.room.held_nbytes == 0
 
     run(test, clients=4)
 

@@ -11,9 +11,9 @@ from kvkeep_server.rpc.frame_room import Claim, FrameRoom
 class Asked:
     """One claim, and what was said to it."""
 
-    def __init__(self, room, nbytes):
+    def __init__(self, room, nbytes, refused=0):
         self.heard = []
-        self.claim = Claim(nbytes, lambda: self.heard.append("room"), self._overdue)
+        self.claim = Claim(nbytes, lambda: self.heard.append("room"), self._overdue, refused)
         self._room = room
         self.at_once = room.claim(self.claim)
 
@@ -70,6 +70,31 @@ def test_who_keeps_room_that_others_wait_for_is_told(monkeypatch):
             await asyncio.sleep(0.005)
         assert (holder.heard, waits.heard) == (["overdue"], ["room"])
         room.give_back(waits.claim)
+
+    run(test)
+
+
+def test_who_was_refused_less_often_comes_first():
+    async def test(room):
+        holder = Asked(room, 60)
+        twice, once, never = Asked(room, 90, 2), Asked(room, 90, 1), Asked(room, 50)
+        small = Asked(room, 40)
+        assert not small.at_once, "one that never was refused waits before it"
+        room.give_back(never.claim)
+        assert small.heard == ["room"]
+        again = Asked(room, 10)
+        assert not again.at_once, "there is no room"
+        room.give_back(small.claim)
+        assert again.heard == ["room"]
+        late = Asked(room, 20)
+        assert late.at_once, "there is room, and those who wait were refused before"
+        for one in (again, late, holder):
+            room.give_back(one.claim)
+        assert (twice.heard, once.heard) == ([], ["room"])
+        room.give_back(once.claim)
+        assert twice.heard == ["room"]
+        room.give_back(twice.claim)
+        assert room.held_nbytes == 0
 
     run(test)
 
