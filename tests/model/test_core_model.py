@@ -96,6 +96,7 @@ class CoreAgainstDicts(RuleBasedStateMachine):
         self.acknowledged: dict[tuple[int, bytes, int, int], bytes] = {}
         self.commits = 0
         self.leases: list[Leased] = []
+        self.generations = {}  # of each lease, when it was seen first
         self.clients = [self._attach() for _ in range(CLIENTS)]
 
     def _attach(self) -> Attached:
@@ -399,7 +400,8 @@ class CoreAgainstDicts(RuleBasedStateMachine):
             generations = self.core.core.ram.generations(
                 self.core.core.residency.columns.address_of(lease.blocks)
             )
-            assert (generations == lease.generations).all(), "a slot under a lease was used anew"
+            first = self.generations.setdefault(lease.lease_id, generations)
+            assert (generations == first).all(), "a slot under a lease was used anew"
 
     @invariant()
     def no_child_without_its_parent(self):

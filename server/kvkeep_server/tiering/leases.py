@@ -55,11 +55,10 @@ class Lease:
         set_id: Of the namespace set.
         units: Pinned units, in chain order.
         blocks: Ids of all leased blocks.
-        generations: Of `blocks`, when the lease was given, or when it expired for those that came
-            into ram meanwhile; 0 = not there.
         nbytes: Payload bytes of `blocks`.
         expires_s: Monotonic seconds.
         holders: Session ids.
+        generations: Of `blocks`, when the lease expired; 0 = not there. None before: they are pinned.
         coming: What of it was not in ram when it was given; None = all was.
     """
 
@@ -67,10 +66,10 @@ class Lease:
     set_id: bytes
     units: I64
     blocks: I64
-    generations: NDArray[np.uint64]
     nbytes: int
     expires_s: float
     holders: set[int] = field(default_factory=set)
+    generations: NDArray[np.uint64] | None = None
     coming: Coming | None = None
 
 
@@ -151,7 +150,6 @@ class Leases:
             set_id,
             units,
             blocks,
-            self._residency.generations_of(blocks),
             sum(one.nbytes for one in needed),
             self._clock.monotonic_s() + ttl_s,
             {session_id},
@@ -251,9 +249,10 @@ class Leases:
             self._of_session.setdefault(session_id, set()).add(lease_id)
             heapq.heappush(self._due, (lease.expires_s, lease_id))
             return RenewStatus.RENEWED
-        same = self._residency.generations_of(lease.blocks) == lease.generations
+        now = self._residency.generations_of(lease.blocks)
         # What never came into ram may be another block by now.
-        if not same.all() or not lease.generations.all():
+        assert lease.generations is not None, "an expired lease knows them"
+        if not (now == lease.generations).all() or not now.all():
             return RenewStatus.LOST
         self._forget(lease_id)
         lease.expires_s = expires_s
@@ -275,6 +274,8 @@ class Leases:
             _, lease_id = heapq.heappop(self._due)
             lease = self._live.get(lease_id)
             if lease is not None and lease.expires_s <= now:
+                lease.generations = self._residency.generations_of(lease.blocks)
+                lease.coming = None
                 self._stop(lease)
                 self._remember(lease)
                 ended += 1
@@ -285,9 +286,6 @@ class Leases:
         return ended
 
     def _remember(self, lease: Lease) -> None:
-        if lease.coming is not None:
-            lease.generations = self._residency.generations_of(lease.blocks)
-            lease.coming = None
         self._expired[lease.lease_id] = lease
         self._expired_blocks += len(lease.blocks)
         remembered_max = self._limits.remembered_max
