@@ -39,6 +39,7 @@ _LANE_OF_BYTE = np.uint64(0x0001020304050607)
 _U56 = np.uint64(56)
 _ZERO = np.uint64(0)
 _ONE = np.uint64(1)
+_NOWHERE = np.empty(0, np.int64)
 _ONE_MORE = np.uint16(1)
 _EMPTY = np.uint64(TAG_EMPTY)
 _ADDRESS = ~ON_NVME
@@ -168,70 +169,60 @@ class IndexTable:
         Raises:
             TableFullError: Nothing was added, and nothing of it was ever visible.
         """
-        bucket = home_buckets(tags, self.geometry.buckets)
-        rows = self._place_at_home(bucket)
-        pending = np.flatnonzero(rows < 0)
-        if len(pending):
-            self._place_further(rows, pending, bucket, probe_steps(tags), ids)
-        else:
-            self.ids[rows] = ids
+        rows, passed = self._place(home_buckets(tags, self.geometry.buckets), tags, ids)
+        if len(passed):
+            # Before the rows: who sees one of them must get to it.
+            np.add.at(self._passed, passed, _ONE_MORE)
         self._write(rows, tags, checks, places)
         return rows
 
-    def _place_at_home(self, bucket: I64) -> I64:
-        """A row in each of these buckets; -1 where none is free, or an earlier one has the same.
+    def _place(self, bucket: I64, tags: U64, ids: NDArray[np.int32]) -> tuple[I64, I64]:
+        """Takes a row for each entry, from these buckets on; the rows, and the buckets passed.
 
-        Nearly all of a batch find one so: a quarter of the numpy calls of the general way.
-        """
-        free = (self._bucket_tags[bucket] == _EMPTY).view(np.uint64).ravel()
-        lowest = free & (~free + _ONE)
-        rows: I64 = ((lowest * _LANE_OF_BYTE) >> _U56).view(np.int64)
-        rows += bucket * BUCKET_ROWS
-        rows[free == _ZERO] = -1
-        order = np.argsort(bucket, kind="stable")
-        ordered = bucket[order]
-        rows[order[1:][ordered[1:] == ordered[:-1]]] = -1
-        return rows
-
-    def _place_further(
-        self, rows: I64, pending: I64, bucket: I64, steps: I64, ids: NDArray[np.int32]
-    ) -> None:
-        """Fills in the `rows` of those that are pending, and counts the buckets that they pass.
+        `ids` takes rows where clients do not see it: they see all of a batch or nothing.
 
         Raises:
             TableFullError: No row was taken.
         """
-        # `ids` takes rows where clients do not see it: they see all of a batch or nothing.
-        placed = np.flatnonzero(rows >= 0)
-        self.ids[rows[placed]] = ids[placed]
-        passing = [np.empty(0, np.int64)]
-        for _ in range(min(PROBED_BUCKETS_MAX, self.geometry.buckets)):
-            placed, at = self._place(pending, bucket)
-            rows[placed] = at
-            self.ids[at] = ids[placed]
-            pending = pending[rows[pending] < 0]
-            if not len(pending):
-                # Before the rows: who sees one of them must get to it.
-                np.add.at(self._passed, np.concatenate(passing), _ONE_MORE)
-                return
-            passing.append(bucket[pending])
-            bucket[pending] = (bucket[pending] + steps[pending]) % self.geometry.buckets
-        self.ids[rows[rows >= 0]] = -1
-        msg = f"index table with {self.geometry.rows} rows, {self.live_rows} of them used"
-        raise TableFullError(msg)
+        rows, won, full = self._claim(bucket, ids)
+        pending, passed, tries_max = (
+            np.flatnonzero(~won),
+            [_NOWHERE],
+            min(PROBED_BUCKETS_MAX, self.geometry.buckets),
+        )
+        bucket, full, steps = bucket[pending], full[pending], probe_steps(tags[pending])
+        tries = np.ones(len(pending), np.int64)
+        while len(pending):
+            passed.append(bucket[full])
+            bucket[full] = (bucket[full] + steps[full]) % self.geometry.buckets
+            tries += full
+            if tries.max() > tries_max:
+                self.ids[rows[self.ids[rows] == ids]] = -1
+                used = f"{self.live_rows} of them used"
+                raise TableFullError(f"index table with {self.geometry.rows} rows, {used}")
+            rows[pending], won, full = self._claim(bucket, ids[pending])
+            left = ~won
+            pending, bucket, steps = pending[left], bucket[left], steps[left]
+            tries, full = tries[left], full[left]
+        return rows, np.concatenate(passed)
 
-    def _place(self, pending: I64, bucket: I64) -> tuple[I64, I64]:
-        """Of the pending entries those that fit their bucket, and the rows that they get."""
-        pending = pending[np.argsort(bucket[pending], kind="stable")]
-        wanted = bucket[pending]
-        position = np.arange(len(pending))
-        starts = np.ones(len(pending), bool)
-        starts[1:] = wanted[1:] != wanted[:-1]
-        rank = position - np.maximum.accumulate(np.where(starts, position, 0))
-        free_so_far = (self._bucket_ids[wanted] < 0).cumsum(axis=1)
-        fits = rank < free_so_far[:, -1]
-        lanes = (free_so_far[fits] == (rank[fits] + 1)[:, None]).argmax(axis=1)
-        return pending[fits], wanted[fits] * BUCKET_ROWS + lanes
+    def _claim(
+        self, bucket: I64, ids: NDArray[np.int32]
+    ) -> tuple[I64, NDArray[np.bool_], NDArray[np.bool_]]:
+        """Takes the first free row of each bucket. The rows; which entries got theirs, of several
+        with one bucket the last; and which buckets have none."""
+        free = (self._bucket_ids[bucket] < 0).view(np.uint64).ravel()
+        lowest = free & (~free + _ONE)
+        rows: I64 = ((lowest * _LANE_OF_BYTE) >> _U56).view(np.int64)
+        rows += bucket * BUCKET_ROWS
+        full = free == _ZERO
+        if full.any():
+            takes = ~full
+            self.ids[rows[takes]] = ids[takes]
+        else:
+            self.ids[rows] = ids
+        # Where nothing was free, another block's id stands.
+        return rows, self.ids[rows] == ids, full
 
     def _write(self, rows: I64, tags: U64, checks: U64, places: U64) -> None:
         """Fills free rows in the order that readers rely on: version odd, content, tag, version

@@ -58,7 +58,7 @@ class Lease:
         nbytes: Payload bytes of `blocks`.
         expires_s: Monotonic seconds.
         holders: Session ids.
-        generations: Of `blocks`, when the lease expired; 0 = not there. None before: they are pinned.
+        generations: Of `blocks`, when the lease expired; 0 = not there. None until then.
         coming: What of it was not in ram when it was given; None = all was.
     """
 
