@@ -110,6 +110,7 @@ class Demotion:
         self.limits = limits
         self._queue: deque[_Queued] = deque()
         self._queued_units: set[int] = set()
+        self._newest: asyncio.Future[None] | None = None
         self._work = asyncio.Event()
         self._ending: asyncio.Future[None] | None = None
         self.counts = DemotionCounts()
@@ -123,20 +124,23 @@ class Demotion:
         them their ancestors that an earlier full queue left out.
 
         Returns:
-            Done when they are written, or never will be; `recorded` of the columns tells.
+            Done when they are written, or never will be; `recorded` of the columns tells. Others
+            may have it too: to be waited for, not to be cancelled.
         """
         units = self._missing(units)
+        if not len(units) and self._newest is not None:
+            # They are queued already: done when all that is queued is.
+            return self._newest
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if not len(units):
+            done.set_result(None)
+            return done
         blocks = self._residency.columns.blocks_of(units)
         nbytes = self._residency.nbytes_of(blocks)
-        if len(units) and not self._has_room(len(blocks), nbytes):
+        if not self._has_room(len(blocks), nbytes):
             self.counts.dropped += len(blocks)
             done.set_result(None)
             return done
-        if not len(units) and not self._queued_units:
-            done.set_result(None)
-            return done
-        # None left: they are queued already, and this is done when what is queued before it is.
         self._enqueue(_Queued(units, nbytes, len(blocks), done))
         return done
 
@@ -154,41 +158,29 @@ class Demotion:
 
     async def _offer_until(self, units: I64, until: float) -> None:
         loop = asyncio.get_running_loop()
-        while not self._takes(units) and loop.time() < until:
+        while not self.takes(units) and loop.time() < until:
             if self._ending is None:
                 self._ending = loop.create_future()
             await asyncio.wait([self._ending], timeout=until - loop.time())
         await asyncio.wait([self.offer(units)], timeout=max(0.0, until - loop.time()))
 
-    def _takes(self, units: I64) -> bool:
+    def takes(self, units: I64) -> bool:
         """Whether there is room for all of them."""
         blocks = self._residency.columns.blocks_of(self._missing(units))
         return self._has_room(len(blocks), self._residency.nbytes_of(blocks))
-
-    def take_again(self, unit: int) -> bool:
-        """Takes a unit that a full queue left out, with its ancestors; False = there is no room."""
-        units = self._missing(np.array([unit]))
-        if not len(units):
-            return True
-        blocks = self._residency.columns.blocks_of(units)
-        nbytes = self._residency.nbytes_of(blocks)
-        if not self._has_room(len(blocks), nbytes):
-            return False
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._enqueue(_Queued(units, nbytes, len(blocks), done))
-        return True
 
     def _enqueue(self, entry: _Queued) -> None:
         self._residency.pin(entry.units)
         self._queued_units.update(entry.units.tolist())
         self._queue.append(entry)
+        self._newest = entry.done
         self.queued_blocks += entry.blocks
         self.queued_nbytes += entry.nbytes
         self._work.set()
 
     async def settle(self) -> None:
         """Waits until all that is queued now is written, or given up."""
-        await self.offer(np.empty(0, np.int64))
+        await asyncio.wait([self.offer(np.empty(0, np.int64))])
 
     def _has_room(self, blocks: int, nbytes: int) -> bool:
         if not self._queue:

@@ -51,6 +51,8 @@ class LeftOut:
         units = units[columns.in_ram[start:stop] & (columns.row[start:stop] >= 0)]
         units = units[~columns.recorded(units)]
         for offered, unit in enumerate(units.tolist()):
-            if offered == _OFFERED_MAX or not self._demotion.take_again(unit):
+            one = np.array([unit])
+            if offered == _OFFERED_MAX or not self._demotion.takes(one):
                 return unit
+            self._demotion.offer(one)
         return stop

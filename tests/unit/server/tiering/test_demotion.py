@@ -198,3 +198,25 @@ def test_random_stores_of_one_client_on_a_slow_disk(core_on, seed):
         core.check()
     core.run(core.core.nvme.demotion.settle())
     assert core.core.nvme.demotion.counts.failed == 0
+
+
+def test_an_offer_of_nothing_queues_nothing(core):
+    """Who waits for what is queued already waits for that."""
+    demotion = core.core.nvme.demotion
+
+    async def story():
+        session = await core.attach(MIB)
+        opened, keys = core.open(session, spec()), keys_of("a", 4)
+        held = Held(demotion)
+        await stored(core, session, opened, keys, rank=0)
+        await held.begun.wait()
+        units = core.core.residency.columns.in_use()
+        again = [demotion.offer(units), demotion.offer(units[:0])]
+        assert not demotion._queue
+        assert not any(one.done() for one in again)
+        held.opened.set()
+        await asyncio.wait(again)
+        assert core.core.residency.columns.recorded(units).all()
+        assert demotion.offer(units).done()
+
+    core.run(story())
