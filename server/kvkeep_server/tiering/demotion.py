@@ -2,9 +2,9 @@
 
 A bounded queue of units, pinned meanwhile, so that their slots stay; when it is full, units are
 left out and counted: they live in ram only, until a later unit of their chain takes them along or
-the queue is empty (`left_out`). One batch at a time is written and synced, so whoever has a
-location in the index is on the medium. What is written is prefix-closed: a unit counts only when
-its parent does.
+the queue is empty (`left_out`); so do those that nvme did not take. One batch at a time is written
+and synced, so whoever has a location in the index is on the medium. What is written is
+prefix-closed: a unit counts only when its parent does.
 """
 
 import asyncio
@@ -57,7 +57,7 @@ class DemotionCounts:
     Attributes:
         written: On nvme now, or once.
         dropped: That the full queue left out.
-        failed: That nvme did not take.
+        failed: That nvme did not take, each time.
     """
 
     written: int = 0

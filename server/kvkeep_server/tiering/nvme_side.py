@@ -104,7 +104,7 @@ class NvmeSide:
             note=self.records.note,
             limits=facts.queue,
         )
-        self._left_out = LeftOut(columns=residency.columns, demotion=self.demotion)
+        self._left_out = LeftOut(columns=residency.columns, demotion=self.demotion, clock=clock)
         self.promotion = Promotion(residency=residency, room=room, nvme=self.tier)
         self.recovery = Recovery(
             residency=residency,
