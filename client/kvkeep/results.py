@@ -18,6 +18,7 @@ class BlockStatus(IntEnum):
     CORRUPT = 5
     TIMEOUT = 6
     TIER_DOWN = 7
+    NO_ROOM = 8
 
 
 class CommitStatus(IntEnum):
@@ -74,6 +75,7 @@ class MissReason(IntEnum):
     TIMEOUT = 8
     TIER_DOWN = 9
     NAMESPACE_MISMATCH = 10
+    NO_ROOM = 11
 
 
 class Lookup(NamedTuple):

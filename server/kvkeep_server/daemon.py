@@ -162,7 +162,7 @@ def build_core(
         commits=_commits(settings, residency, room, transfers, nvme),
         clock=clock,
     )
-    wiring.sessions = sessions
+    wiring.sessions, wiring.service = sessions, service
     threads = executor, transfers, huge_pages
     return Core(ram, residency, leases, sessions, room, service, *threads, nvme)
 
@@ -171,6 +171,7 @@ class _Wiring:
     """Typed events that flow up: from the pool and the index to the sessions."""
 
     sessions: Sessions | None = None
+    service: BlockService | None = None
 
     def on_chunk(self, chunk: Chunk) -> None:
         if self.sessions is not None:
@@ -183,9 +184,10 @@ class _Wiring:
                 "index_moved", {"table_id": table.table_id}, lambda: [_table_offer(table)]
             )
 
-    @staticmethod
-    def on_session_end(leases: Leases, session: Session) -> None:
+    def on_session_end(self, leases: Leases, session: Session) -> None:
         leases.end_session(session.session_id)
+        if self.service is not None:
+            self.service.part(session)
 
 
 def _pool(

@@ -4,6 +4,7 @@ import hashlib
 import time
 
 import kvkeep
+from tests.fakes.generated_blocks import spec
 
 BLOCK = 57_344
 LENGTH = 24
@@ -12,16 +13,7 @@ SEGMENT = 4 << 20
 CHAINS_MAX = 40
 LIVES_KEPT = 30
 RAM_BLOCKS = 16 * 2**20 // BLOCK
-SPEC = kvkeep.NamespaceSpec(
-    model="m",
-    weights_fingerprint="w",
-    engine="e",
-    layout_version="1",
-    kv_dtype="bf16",
-    hash_algorithm="sha256",
-    key_nbytes=32,
-    groups=[kvkeep.Group.full("kv", tokens_per_block=16, block_nbytes=BLOCK)],
-)
+SPEC = spec(BLOCK)
 
 
 def config(directory):

@@ -17,7 +17,7 @@ from kvkeep_server.rpc.request_limits import RequestLimits
 from kvkeep_server.rpc.server import METHODS
 from kvkeep_server.service.session_memory import FdKind
 from tests.fakes.core_harness import Harness, block_of, hello
-from tests.fakes.frames import HEADER
+from tests.fakes.frames import HEADER, wire_spec
 
 MESSAGE_MAX = 1 << 20
 KEYS_MAX = 1024
@@ -80,18 +80,7 @@ def frame(method, request, call_id=1):
     return HEADER.pack(len(payload), method, 0, 0, call_id) + payload
 
 
-SPEC = pb.NamespaceSpec(
-    model="m",
-    weights_fingerprint="w",
-    engine="e",
-    layout_version="1",
-    kv_dtype="d",
-    hash_algorithm="h",
-    key_nbytes=32,
-    groups=[
-        pb.GroupSpec(name="kv", kind=pb.GROUP_KIND_FULL, tokens_per_block=16, block_nbytes=BLOCK)
-    ],
-)
+SPEC = wire_spec(BLOCK)
 OPEN = pb.OpenNamespaceRequest(spec=SPEC, layout_version=2)
 
 

@@ -23,6 +23,23 @@ CALLS: dict[int, tuple[str, Any]] = {
 }
 
 
+def wire_spec(block_nbytes: int, model: str = "raw") -> pb.NamespaceSpec:
+    """One FULL group, one rank, keys of 32 bytes, as it goes over the wire."""
+    group = pb.GroupSpec(
+        name="kv", kind=pb.GROUP_KIND_FULL, tokens_per_block=16, block_nbytes=block_nbytes
+    )
+    return pb.NamespaceSpec(
+        model=model,
+        weights_fingerprint="sha256:1",
+        engine="test",
+        layout_version="1",
+        kv_dtype="bfloat16",
+        hash_algorithm="sha256",
+        key_nbytes=32,
+        groups=[group],
+    )
+
+
 class _AbortedError(Exception):
     pass
 

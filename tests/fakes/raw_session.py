@@ -9,7 +9,7 @@ import grpc
 import numpy as np
 
 from kvkeep.v1 import admin_pb2, admin_pb2_grpc, block_cache_pb2, block_cache_pb2_grpc, session_pb2
-from tests.fakes.frames import HEADER, received
+from tests.fakes.frames import HEADER, received, wire_spec
 
 DEADLINE_S = 10.0
 PAGE = 4096
@@ -81,23 +81,7 @@ class RawSession:
 
     def open_namespace(self, block_nbytes: int, model: str = "raw"):
         """One FULL group, one rank."""
-        spec = block_cache_pb2.NamespaceSpec(
-            model=model,
-            weights_fingerprint="sha256:1",
-            engine="test",
-            layout_version="1",
-            kv_dtype="bfloat16",
-            hash_algorithm="sha256",
-            key_nbytes=KEY_NBYTES,
-            groups=[
-                block_cache_pb2.GroupSpec(
-                    name="kv",
-                    kind=block_cache_pb2.GROUP_KIND_FULL,
-                    tokens_per_block=16,
-                    block_nbytes=block_nbytes,
-                )
-            ],
-        )
+        spec = wire_spec(block_nbytes, model)
         request = block_cache_pb2.OpenNamespaceRequest(spec=spec, layout_version=2)
         return self.call("OpenNamespace", request)
 

@@ -121,7 +121,10 @@ class _MissReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     MISS_REASON_CORRUPT: _MissReason.ValueType  # 7
     MISS_REASON_TIMEOUT: _MissReason.ValueType  # 8
     MISS_REASON_TIER_DOWN: _MissReason.ValueType  # 9
+    """on nvme, which was too sick or too busy to read it: retry"""
     MISS_REASON_NAMESPACE_MISMATCH: _MissReason.ValueType  # 10
+    MISS_REASON_NO_ROOM: _MissReason.ValueType  # 11
+    """on nvme, and ram had no room for it: all of it was leased or about to be written; retry"""
 
 class MissReason(_MissReason, metaclass=_MissReasonEnumTypeWrapper): ...
 
@@ -135,7 +138,10 @@ MISS_REASON_REMOVED: MissReason.ValueType  # 6
 MISS_REASON_CORRUPT: MissReason.ValueType  # 7
 MISS_REASON_TIMEOUT: MissReason.ValueType  # 8
 MISS_REASON_TIER_DOWN: MissReason.ValueType  # 9
+"""on nvme, which was too sick or too busy to read it: retry"""
 MISS_REASON_NAMESPACE_MISMATCH: MissReason.ValueType  # 10
+MISS_REASON_NO_ROOM: MissReason.ValueType  # 11
+"""on nvme, and ram had no room for it: all of it was leased or about to be written; retry"""
 Global___MissReason: typing_extensions.TypeAlias = MissReason
 
 class _StopReason:
@@ -176,6 +182,9 @@ class _BlockStatusEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     BLOCK_STATUS_CORRUPT: _BlockStatus.ValueType  # 5
     BLOCK_STATUS_TIMEOUT: _BlockStatus.ValueType  # 6
     BLOCK_STATUS_TIER_DOWN: _BlockStatus.ValueType  # 7
+    """nvme was too sick or too busy: retry"""
+    BLOCK_STATUS_NO_ROOM: _BlockStatus.ValueType  # 8
+    """ram had no room for it: retry when leases have ended"""
 
 class BlockStatus(_BlockStatus, metaclass=_BlockStatusEnumTypeWrapper): ...
 
@@ -190,6 +199,9 @@ BLOCK_STATUS_DEFERRED: BlockStatus.ValueType  # 4
 BLOCK_STATUS_CORRUPT: BlockStatus.ValueType  # 5
 BLOCK_STATUS_TIMEOUT: BlockStatus.ValueType  # 6
 BLOCK_STATUS_TIER_DOWN: BlockStatus.ValueType  # 7
+"""nvme was too sick or too busy: retry"""
+BLOCK_STATUS_NO_ROOM: BlockStatus.ValueType  # 8
+"""ram had no room for it: retry when leases have ended"""
 Global___BlockStatus: typing_extensions.TypeAlias = BlockStatus
 
 class _RenewStatus:

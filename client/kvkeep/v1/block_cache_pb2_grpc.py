@@ -165,7 +165,7 @@ class BlockCacheServicer(object):
 
     def Await(self, request, context):
         """What became of the PENDING blocks of a lease, in batches, in the order of the keys: READY ones with their places, and
-        at last those that will not come, each with its own status: CORRUPT or TIER_DOWN, and MISS for those behind it. All
+        at last those that will not come, each with its own status: CORRUPT, TIER_DOWN or NO_ROOM, and MISS for those behind it. All
         that was pending when the lease was given is told, also to who asks twice. The stream ends when nothing is pending,
         and with the lease.
         Errors: NOT_FOUND (no such lease).

@@ -297,7 +297,7 @@ _READS = (
         "kvkeep_blocks_missed_total",
         _COUNTER,
         "Of them: behind the usable prefix, by the reason why it ended. `unspecified`: the client"
-        " looked in shared memory, where no reason is known.",
+        " looked in shared memory, where no reason is known. `no_room`: ram had none for it.",
         (_CALL, _REASON),
     ),
     Metric(
@@ -383,7 +383,8 @@ _NVME = (
         "kvkeep_demotion_blocks_total",
         _COUNTER,
         "Blocks that were to be written to nvme. `dropped`: the queue was full, so they are in ram"
-        " only, until it is empty; many mean that the device is too slow for what is stored.",
+        " only, until it is empty; many mean that the device is too slow for what is stored."
+        " `failed`: nvme did not take them; they are offered again later.",
         (Label("demoted", tuple(Demoted)),),
     ),
     Metric(

@@ -2,6 +2,7 @@
 operators."""
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from dataclasses import dataclass, replace
 
@@ -43,6 +44,9 @@ _FORGET_PERIOD_S = 1.0
 # Look-ups of clients are credited in slices, so that a full ring never holds the loop for long.
 _TOUCHES_A_DRAIN = 512
 _CHAIN_STEPS_A_DRAIN = 65536
+# Of one session that ends, more than a client makes between two drains; and of all such.
+_PARTING_TOUCHES = 4096
+_PARTING_TOUCHES_MAX = 16384
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +99,8 @@ class BlockService:
         self._started_s = clock.monotonic_s()
         self._running: set[asyncio.Task[U8]] = set()
         self._finishing = False
+        # Look-ups of sessions that ended, whose rings are gone.
+        self._parting: deque[tuple[Session, tuple[int, ...]]] = deque()
         self._forget_next_s = self._started_s
 
     # --- engines
@@ -132,7 +138,8 @@ class BlockService:
         if now_s < self._forget_next_s:
             return False
         self._forget_next_s = now_s + _FORGET_PERIOD_S
-        live = {handle for session in self.sessions for handle in session.opened}
+        sessions = [*self.sessions, *(session for session, _ in self._parting)]
+        live = {handle for session in sessions for handle in session.opened}
         columns = self.manager.residency.columns
         ids = np.concatenate((columns.in_use(), columns.withdrawn()))
         blocks = np.bincount(columns.keyspace[ids])
@@ -313,6 +320,17 @@ class BlockService:
             self.touches.invalid += drained.torn
             for record in drained.records.tolist():
                 steps_left -= self._credit(session, record, max(1, steps_left))
+        for _ in range(min(len(self._parting), _TOUCHES_A_DRAIN)):
+            steps_left -= self._credit(*self._parting.popleft(), max(1, steps_left))
+
+    def part(self, session: Session) -> None:
+        """Keeps what the client of a session that ends looked up since the last drain, for the next
+        ones: its ring goes with it."""
+        drained = session.ring.drain(_PARTING_TOUCHES)
+        records = drained.records.tolist()[: _PARTING_TOUCHES_MAX - len(self._parting)]
+        self.touches.lost += drained.lost + len(drained.records) - len(records)
+        self.touches.invalid += drained.torn
+        self._parting.extend((session, record) for record in records)
 
     def _credit(self, session: Session, record: tuple[int, ...], steps_max: int) -> int:
         _, set_index, _, asked, found, row, version, hit_tokens, output, stop, sub_agent, *_ = (

@@ -54,18 +54,25 @@ class Audit:
             AssertionError: Something disagrees.
         """
         self.table.check()
-        self.rows(0, self.columns.capacity)
+        self.rows(0, self.columns.capacity, self.spaces(0, self.columns.capacity))
         self.moment(self.columns.blank())()
         self.policy.check()
 
-    def rows(self, start: int, stop: int) -> int:
-        """Looks at the blocks with these ids, and at nothing else; their number.
+    def spaces(self, start: int, stop: int) -> NDArray[np.uint16]:
+        """Numbers of the keyspaces of the blocks with these ids, ascending, each once."""
+        there = self.columns.row[start:stop] >= 0
+        return np.unique(self.columns.keyspace[start:stop][there])
+
+    def rows(self, start: int, stop: int, spaces_wanted: NDArray[np.uint16]) -> int:
+        """Looks at the blocks of these keyspaces with these ids, and at nothing else; their number.
 
         Raises:
             AssertionError: One is not what its row, its slot or its key says.
         """
         columns, table = self.columns, self.table
-        ids = start + np.flatnonzero(columns.row[start:stop] >= 0)
+        own = columns.row[start:stop] >= 0
+        own &= np.isin(columns.keyspace[start:stop], spaces_wanted)
+        ids = start + np.flatnonzero(own)
         rows = columns.row[ids].astype(np.int64)
         assert (table.ids[rows] == ids).all(), "row and id point to each other"
         assert (table.on_nvme(rows) == (columns.nvme[ids] != 0)).all(), "locations"

@@ -2,14 +2,14 @@
 
 A bounded queue of units, pinned meanwhile, so that their slots stay; when it is full, units are
 left out and counted: they live in ram only, until a later unit of their chain takes them along or
-the queue is empty (`left_out`). One batch at a time is written and synced, so whoever has a
-location in the index is on the medium. What is written is prefix-closed: a unit counts only when
-its parent does.
+the queue is empty (`left_out`); so do those that nvme did not take. One batch at a time is written
+and synced, so whoever has a location in the index is on the medium. What is written is
+prefix-closed: a unit counts only when its parent does.
 """
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
@@ -57,7 +57,7 @@ class DemotionCounts:
     Attributes:
         written: On nvme now, or once.
         dropped: That the full queue left out.
-        failed: That nvme did not take.
+        failed: That nvme did not take, each time.
     """
 
     written: int = 0
@@ -110,6 +110,7 @@ class Demotion:
         self.limits = limits
         self._queue: deque[_Queued] = deque()
         self._queued_units: set[int] = set()
+        self._newest: asyncio.Future[None] | None = None
         self._work = asyncio.Event()
         self._ending: asyncio.Future[None] | None = None
         self.counts = DemotionCounts()
@@ -123,20 +124,23 @@ class Demotion:
         them their ancestors that an earlier full queue left out.
 
         Returns:
-            Done when they are written, or never will be; `recorded` of the columns tells.
+            Done when they are written, or never will be; `recorded` of the columns tells. Others
+            may have it too: to be waited for, not to be cancelled.
         """
         units = self._missing(units)
+        if not len(units) and self._newest is not None:
+            # They are queued already: done when all that is queued is.
+            return self._newest
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if not len(units):
+            done.set_result(None)
+            return done
         blocks = self._residency.columns.blocks_of(units)
         nbytes = self._residency.nbytes_of(blocks)
-        if len(units) and not self._has_room(len(blocks), nbytes):
+        if not self._has_room(len(blocks), nbytes):
             self.counts.dropped += len(blocks)
             done.set_result(None)
             return done
-        if not len(units) and not self._queued_units:
-            done.set_result(None)
-            return done
-        # None left: they are queued already, and this is done when what is queued before it is.
         self._enqueue(_Queued(units, nbytes, len(blocks), done))
         return done
 
@@ -145,41 +149,38 @@ class Demotion:
         are written, or never will be, or the time is over."""
         loop = asyncio.get_running_loop()
         until = loop.time() + wait_s
-        while not self._takes(units) and loop.time() < until:
+        # What left while it waits would have its ids taken by others.
+        self._residency.pin(units)
+        try:
+            await self._offer_until(units, until)
+        finally:
+            self._residency.unpin(units)
+
+    async def _offer_until(self, units: I64, until: float) -> None:
+        loop = asyncio.get_running_loop()
+        while not self.takes(units) and loop.time() < until:
             if self._ending is None:
                 self._ending = loop.create_future()
             await asyncio.wait([self._ending], timeout=until - loop.time())
         await asyncio.wait([self.offer(units)], timeout=max(0.0, until - loop.time()))
 
-    def _takes(self, units: I64) -> bool:
+    def takes(self, units: I64) -> bool:
         """Whether there is room for all of them."""
         blocks = self._residency.columns.blocks_of(self._missing(units))
         return self._has_room(len(blocks), self._residency.nbytes_of(blocks))
-
-    def take_again(self, unit: int) -> bool:
-        """Takes a unit that a full queue left out, with its ancestors; False = there is no room."""
-        units = self._missing(np.array([unit]))
-        if not len(units):
-            return True
-        blocks = self._residency.columns.blocks_of(units)
-        nbytes = self._residency.nbytes_of(blocks)
-        if not self._has_room(len(blocks), nbytes):
-            return False
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._enqueue(_Queued(units, nbytes, len(blocks), done))
-        return True
 
     def _enqueue(self, entry: _Queued) -> None:
         self._residency.pin(entry.units)
         self._queued_units.update(entry.units.tolist())
         self._queue.append(entry)
+        self._newest = entry.done
         self.queued_blocks += entry.blocks
         self.queued_nbytes += entry.nbytes
         self._work.set()
 
     async def settle(self) -> None:
         """Waits until all that is queued now is written, or given up."""
-        await self.offer(np.empty(0, np.int64))
+        await asyncio.wait([self.offer(np.empty(0, np.int64))])
 
     def _has_room(self, blocks: int, nbytes: int) -> bool:
         if not self._queue:
@@ -191,20 +192,25 @@ class Demotion:
 
     def _missing(self, units: I64) -> I64:
         """Those in ram that have no record and are not queued, with ancestors of the first."""
-        columns = self._residency.columns
-        above: list[int] = []
-        at = int(columns.parent[units[0]]) if len(units) else -1
-        while at >= 0 and len(above) < self.limits.blocks_max:
-            if at in self._queued_units or columns.recorded(np.array([at]))[0]:
-                break
-            above.append(at)
-            at = int(columns.parent[at])
-        units = np.concatenate((np.array(above[::-1], np.int64), units))
-        wanted = self._writable(units)
         queued = self._queued_units
+        if len(units):
+            units = np.concatenate((self._unrecorded_above(int(units[0]), queued), units))
+        wanted = self._writable(units)
         wanted &= ~self._residency.ram_only(units)
         wanted &= np.array([unit not in queued for unit in units.tolist()], bool)
         return units[wanted]
+
+    def _unrecorded_above(self, unit: int, known: Container[int]) -> I64:
+        """Ancestors from the root on, down from one that has a record or is known."""
+        columns = self._residency.columns
+        above: list[int] = []
+        at = int(columns.parent[unit])
+        while at >= 0 and at not in known and len(above) < self.limits.blocks_max:
+            if columns.recorded(np.array([at]))[0]:
+                break
+            above.append(at)
+            at = int(columns.parent[at])
+        return np.array(above[::-1], np.int64)
 
     def _writable(self, units: I64) -> Mask:
         """Which units have something in ram that is not on nvme, and nothing that is nowhere: such
@@ -251,15 +257,15 @@ class Demotion:
             entry.done.set_result(None)
 
     async def _write(self, units: I64) -> None:
-        """Units root to tail, in pieces: what one refuses is not tried with the next."""
+        """Units root to tail, in pieces: what one refuses is not tried with the next. All of them
+        are looked at anew for each piece: a unit that was written may have another shard now."""
         columns, tries = self._residency.columns, 0
-        while len(units) and tries < _TRIES_MAX:
-            units = units[self._writable(units)]
-            if not len(units):
-                return  # removed while they waited
-            piece = units[: self._fitting(units)]
+        while tries < _TRIES_MAX:
+            todo = self._todo(units)
+            if not len(todo):
+                break  # written, removed while they waited, or about to leave
             try:
-                written = await self._write_piece(piece)
+                written = await self._write_piece(todo[: self._fitting(todo)])
             except (KVKeepError, OSError):
                 break
             if not written:
@@ -269,6 +275,26 @@ class Demotion:
             tries = 0
         units = units[(columns.row[units] >= 0) & ~columns.recorded(units)]
         self.counts.failed += len(columns.blocks_of(units))
+
+    def _todo(self, units: I64) -> I64:
+        """What is to be written now for these units, root to tail, so that they count: also
+        ancestors that got another shard, which waits behind them in the queue."""
+        columns = self._residency.columns
+        units = units[self._writable(units)]
+        parents = columns.parent[units].astype(np.int64)
+        cut = (parents >= 0) & ~columns.recorded(np.maximum(parents, 0))
+        cut &= ~np.isin(parents, units)
+        if not cut.any():
+            return units
+        known = set(units.tolist())
+        above = [np.empty(0, np.int64)]
+        for unit in units[cut].tolist():
+            above.append(self._unrecorded_above(unit, known))
+            known.update(above[-1].tolist())
+        units = np.concatenate([*above, units])
+        units = units[self._writable(units)]
+        own = columns.blocks_of(units)
+        return self._closed(units, lambda ids: (columns.nvme[ids] != 0) | np.isin(ids, own))
 
     def _fitting(self, units: I64) -> int:
         """How many units make a batch, at least one."""
@@ -281,12 +307,18 @@ class Demotion:
 
     async def _write_piece(self, units: I64) -> int:
         """One batch a keyspace, all synced; makes those units known that are written whole, behind
-        parents that are. Returns their number."""
+        parents that are. Returns their number. A shard that comes meanwhile undoes nothing: it is
+        written next."""
         # Root to tail in each keyspace: a prefix is read back in few calls.
         columns = self._residency.columns
         blocks, _ = columns.by_chain(units)
         blocks = blocks[columns.nvme[blocks] == 0]
+        parents = columns.parent[units].astype(np.int64)
+        known = columns.blocks_of(np.union1d(units, parents[parents >= 0]))
         with ExitStack() as held:
+            # Those who are queued are pinned; ancestors may not be.
+            self._residency.pin(units)
+            held.callback(self._residency.unpin, units)
             running = []
             for own in self._residency.by_keyspace(blocks):
                 keyspace = self._residency.keyspace_of(int(own[0]))
@@ -294,13 +326,17 @@ class Demotion:
                 running.append((batch, own[: len(batch.locations)]))
             jobs = [self._write_batch(batch, own) for batch, own in running]
             statuses = await asyncio.gather(*jobs, return_exceptions=True)
-            written = []
+            parts = []
             for (_, own), status in zip(running, statuses, strict=True):
                 if isinstance(status, BaseException):
                     raise status
-                written.append(own[status == WriteStatus.WRITTEN])
-            kept = self._closed(units, np.concatenate(written))
-            kept_blocks = np.intersect1d(columns.blocks_of(kept), np.concatenate(written))
+                parts.append(own[status == WriteStatus.WRITTEN])
+            written = np.concatenate(parts)
+            missing = np.setdiff1d(known, written)
+            kept = self._closed(
+                units, lambda ids: (columns.nvme[ids] != 0) | ~np.isin(ids, missing)
+            )
+            kept_blocks = np.intersect1d(columns.blocks_of(kept), written)
             for batch, own in running:
                 self._commit(batch, own, np.isin(own, kept_blocks))
         self.counts.written += len(kept_blocks)
@@ -317,14 +353,13 @@ class Demotion:
         ]
         return await batch.write(self._named(keyspace, blocks), views)
 
-    def _closed(self, units: I64, written: I64) -> I64:
-        """Of the units, root to tail: those in the index, whole on nvme with the blocks that were
-        written, and with such a parent."""
+    def _closed(self, units: I64, has: Callable[[I64], Mask]) -> I64:
+        """Of the units, root to tail: those in the index that have all of their blocks, as `has`
+        tells, and such a parent."""
         columns = self._residency.columns
-        whole = columns.whole(units, lambda ids: (columns.nvme[ids] != 0) | np.isin(ids, written))
-        whole &= columns.row[units] >= 0
+        whole = columns.whole(units, has) & (columns.row[units] >= 0)
         parents = columns.parent[units].astype(np.int64)
-        there = (parents < 0) | columns.recorded(np.maximum(parents, 0))
+        there = (parents < 0) | columns.whole(np.maximum(parents, 0), has)
         kept: dict[int, None] = {}
         rows = zip(units.tolist(), parents.tolist(), whole.tolist(), there.tolist(), strict=True)
         for unit, parent, is_whole, is_there in rows:

@@ -351,7 +351,8 @@ class TierManager:
             chain = chain.in_ram(self.residency.columns)
             span = self._span(chain, asked.order)
             leased = len(span)
-            prefix = Prefix(chain.blocks, MissReason.TIER_DOWN, 0.0, replayed=chain.replayed)
+            why = promotion.why_not(flights)
+            prefix = Prefix(chain.blocks, why, 0.0, replayed=chain.replayed)
         runs = _cut(asked.prefix.runs, prefix.blocks)
         asked = replace(asked, prefix=replace(prefix, runs=runs))
         return self._grant(asked, chain, span, leased, coming)
@@ -408,6 +409,8 @@ class TierManager:
         ids = np.concatenate([one.ids for one in _columns(coming.needed, first, ())])
         lost = (columns.address_of(ids) == 0) & (columns.nvme[ids] == 0)
         why = BlockStatus.CORRUPT if lost.any() else BlockStatus.TIER_DOWN
+        if why is BlockStatus.TIER_DOWN and Promotion.why_not(coming.flights) is MissReason.NO_ROOM:
+            why = BlockStatus.NO_ROOM
         return bytes([why]) + bytes([BlockStatus.MISS]) * (len(coming.keys) - 1)
 
     def _lease(self, asked: "_Asked", needed: Sequence[Needed]) -> Lease:

@@ -104,7 +104,7 @@ class NvmeSide:
             note=self.records.note,
             limits=facts.queue,
         )
-        self._left_out = LeftOut(columns=residency.columns, demotion=self.demotion)
+        self._left_out = LeftOut(columns=residency.columns, demotion=self.demotion, clock=clock)
         self.promotion = Promotion(residency=residency, room=room, nvme=self.tier)
         self.recovery = Recovery(
             residency=residency,
@@ -174,7 +174,7 @@ class NvmeSide:
         # An empty queue takes any batch.
         await self.demotion.settle()
         for start in range(0, len(units), _DRAINED_UNITS):
-            await self.demotion.offer(units[start : start + _DRAINED_UNITS])
+            await asyncio.wait([self.demotion.offer(units[start : start + _DRAINED_UNITS])])
 
     async def close(self) -> None:
         """After `run` was cancelled: ends flights, seals, gives directories and threads back."""

@@ -24,7 +24,8 @@ from kvkeep_server.tiers.nvme.tier import NvmeTier
 from kvkeep_server.tiers.ram.tier import Reservation
 
 I64 = NDArray[np.int64]
-Flights: TypeAlias = asyncio.Future[list[BaseException | None]]
+# Of each flight: why not all of it arrived, None = all did.
+Flights: TypeAlias = asyncio.Future[list[MissReason | BaseException | None]]
 Mask = NDArray[np.bool_]
 
 # Of one reading: long enough for several threads, short enough that its beginning comes early.
@@ -68,8 +69,8 @@ class Promotion:
         self._room = room
         self._nvme = nvme
         self._turn = asyncio.Semaphore(flights_max)
-        self._flying: dict[int, asyncio.Future[None]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._flying: dict[int, asyncio.Task[MissReason | None]] = {}
+        self._tasks: set[asyncio.Task[MissReason | None]] = set()
         self._landing: asyncio.Future[None] | None = None
         self.counts = PromotionCounts()
 
@@ -94,8 +95,17 @@ class Promotion:
             self._tasks.add(task)
             self._flying.update(dict.fromkeys(own.tolist(), task))
             task.add_done_callback(self._tasks.discard)
-        flights = {self._flying[unit] for unit in units.tolist() if unit in self._flying}
+        # Root to tail, each once.
+        flights = dict.fromkeys(
+            self._flying[unit] for unit in units.tolist() if unit in self._flying
+        )
         return asyncio.gather(*flights, return_exceptions=True)
+
+    @staticmethod
+    def why_not(flights: Flights) -> MissReason:
+        """Why what flights that are over did not bring is not to be had now."""
+        ends = [end for end in flights.result() if end is not None]
+        return ends[0] if ends and isinstance(ends[0], MissReason) else MissReason.TIER_DOWN
 
     async def landing(self, flights: Flights) -> None:
         """Until something else has come into ram, or these flights are over."""
@@ -112,23 +122,24 @@ class Promotion:
     def _not_in_ram(self, units: I64) -> I64:
         return units[~self._residency.columns.wholly_in_ram(units)]
 
-    async def _fly(self, units: I64, hints: Hints) -> None:
-        landed = 0
+    async def _fly(self, units: I64, hints: Hints) -> MissReason | None:
+        landed, reason = 0, None
         try:
             async with self._turn:
                 while landed < len(units):
                     count = self._fitting(units[landed:])
                     piece = units[landed : landed + count]
-                    arrived = await self._bring(piece, hints)
+                    reason = await self._bring(piece, hints)
                     for unit in piece.tolist():
                         del self._flying[unit]
                     landed += count
                     self._landed()
-                    if not arrived:
+                    if reason is not None:
                         break
         finally:
             for unit in units[landed:].tolist():
                 self._flying.pop(unit, None)
+        return reason
 
     def _fitting(self, units: I64) -> int:
         """How many units make a piece, at least one."""
@@ -139,11 +150,11 @@ class Promotion:
                 return place
         return len(units)
 
-    async def _bring(self, units: I64, hints: Hints) -> bool:
-        """One piece, all keyspaces; whether all of it arrived."""
+    async def _bring(self, units: I64, hints: Hints) -> MissReason | None:
+        """One piece, all keyspaces; why not all of it arrived, None = all did."""
         columns = self._residency.columns
         if (columns.row[units] < 0).any():
-            return False  # removed meanwhile
+            return MissReason.TIER_DOWN  # removed meanwhile
         # Root to tail in each keyspace: neighbours on nvme are read in one call.
         blocks, _ = columns.by_chain(units)
         blocks = blocks[columns.address_of(blocks) == 0]
@@ -164,8 +175,12 @@ class Promotion:
             kept = columns.blocks_of(units[:count])
             for own, slots in zip(parts, reserved, strict=True):
                 self._publish(own, slots, np.isin(own, kept), hints)
-        self.counts.refused += len(blocks) - sum(map(len, parts))
-        return count == len(units)
+        short = len(blocks) - sum(map(len, parts))
+        self.counts.refused += short
+        if count == len(units):
+            return None
+        read_all = all(hits.all() for hits in results)
+        return MissReason.NO_ROOM if short and read_all else MissReason.TIER_DOWN
 
     def _leading(self, units: I64, arrived: I64) -> int:
         """How many units, root to tail, are whole in ram with these blocks, and not removed."""

@@ -202,14 +202,6 @@ def keys_of(rows: Rows) -> list[bytes]:
     return [packed[start : start + n] for start, n in zip(starts, lengths, strict=True)]
 
 
-def key_batch(rows: Rows) -> KeyBatch:
-    """The keys of records whose keys have one length, as everybody else takes them; at least one
-    record."""
-    key_nbytes = int(rows["key_nbytes"][0])
-    assert (rows["key_nbytes"] == key_nbytes).all(), "keys of several lengths"
-    return KeyBatch(np.ascontiguousarray(rows["key"][:, : -(-key_nbytes // 8)]), key_nbytes)
-
-
 def stored_pages(rows: Rows) -> NDArray[np.int64]:
     """Pages on disk of each record: header and stored bytes."""
     return 1 + -(-rows["stored_nbytes"].astype(np.int64) // PAGE_NBYTES)

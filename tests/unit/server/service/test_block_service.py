@@ -16,6 +16,7 @@ from kvkeep_server.core.errors import (
 from kvkeep_server.core.hints import Hints
 from kvkeep_server.core.keys import KeyBatch
 from kvkeep_server.core.results import AckLevel, CommitStatus, GroupKind, MissReason, StateMode
+from kvkeep_server.service import block_service
 from kvkeep_server.service.commit_orders import CommitOrder
 from kvkeep_server.service.spec import GroupSpec
 from kvkeep_server.service.touch_ring import HEADER_NBYTES, NO_ROW
@@ -427,6 +428,36 @@ def test_what_a_client_overwrote_is_counted(core, session, opened, service):
     service.drain_touches()
     assert service.touches.lost == 6
     assert service.manager.counts.lookup.calls == 64
+
+
+def test_look_ups_of_a_session_that_ends_count(core, session, opened, service):
+    """A client that looks up once and goes was never seen: its ring went before the next drain."""
+    keys = keys_of("a", 5)
+    core.put(session, opened, keys)
+    core.clock.advance(50)
+    ring = Ring(session)
+    ring.write(asked=7, found=5, **where(core, opened, keys[4]))
+    ring.write(asked=3, found=0)
+    core.core.sessions.end(session.session_id, "EOF")
+    service.drain_touches()
+    counts = service.manager.counts
+    assert (counts.answered, counts.hit, counts.missed, counts.lookup.calls) == (10, 5, 5, 2)
+    columns = core.core.residency.columns
+    assert columns.last_used_s(columns.in_use()).tolist() == [1050.0] * 5
+    core.check()
+
+
+def test_sessions_that_end_leave_no_more_than_so_many_look_ups(core, service, monkeypatch):
+    monkeypatch.setattr(block_service, "_PARTING_TOUCHES_MAX", 5)
+    for _ in range(3):
+        session = core.session(4096)
+        core.open(session)
+        ring = Ring(session)
+        for _ in range(3):
+            ring.write(found=0)
+        core.core.sessions.end(session.session_id, "EOF")
+    service.drain_touches()
+    assert (service.manager.counts.lookup.calls, service.touches.lost) == (5, 4)
 
 
 @settings(max_examples=50, deadline=None)

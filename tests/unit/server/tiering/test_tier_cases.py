@@ -63,7 +63,7 @@ def test_a_promotion_gets_as_far_as_there_are_slots(promise_count):
             core.verify(grant, keys)
             message = convert.grant_message(grant, count, core.core.residency, 1.0)
             assert message.status.count(BlockStatus.READY) == room
-            assert grant.prefix.ended is MissReason.TIER_DOWN
+            assert grant.prefix.ended is MissReason.NO_ROOM
             core.check()
             for lease in held:
                 core.release(session, lease)
@@ -71,6 +71,28 @@ def test_a_promotion_gets_as_far_as_there_are_slots(promise_count):
             assert again.leased == count
             core.verify(again, keys)
             core.check_at_rest()
+
+
+def test_who_awaits_what_finds_no_room_is_told_so(directory):
+    with both(directory) as core:
+        session = core.session(8 * MIB)
+        opened, keys = core.open(session, SPEC), keys_of("wanted", 12)
+        core.put(session, opened, keys)
+        evict_all(core)
+        held = leave(core, session, opened, 3)
+        core.wait_s = 0.0
+        grant = core.acquire(session, opened, keys)
+        assert grant.pending == 12
+
+        async def told():
+            answers = core.core.service.arrivals(session, grant.lease.lease_id)
+            return [status async for one in answers for status in one.status]
+
+        status = [BlockStatus.READY] * 3 + [BlockStatus.NO_ROOM] + [BlockStatus.MISS] * 8
+        assert core.run(told()) == status
+        for lease in [grant, *held]:
+            core.release(session, lease)
+        core.check_at_rest()
 
 
 def leave(core, session, opened, room):

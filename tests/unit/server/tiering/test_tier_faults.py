@@ -179,6 +179,39 @@ def test_what_a_full_queue_left_out_is_taken_when_it_has_room(monkeypatch):
         core.check_at_rest()
 
 
+def test_what_nvme_did_not_take_is_taken_when_it_is_well_again():
+    sick = True
+    files = FaultyFiles(lambda name, _: errno.EIO if sick and name == "pwritev" else 0)
+    with fast_directory() as path, core_over(path, lambda: files) as core:
+        session, demotion = core.session(), core.core.nvme.demotion
+        core.ack = AckLevel.RAM
+        for name in range(4):
+            core.put(session, core.open(session, SPEC), keys_of(name, CHAIN))
+        core.run(demotion.settle())
+        assert demotion.counts.written == 0
+        failed = demotion.counts.failed
+        assert failed == 4 * CHAIN
+        # Not at once, and less and less often, however long it takes.
+        tries = []
+        for _ in range(300):
+            core.clock.advance(1.0)
+            core.run(offered_again(core))
+            if demotion.counts.failed > failed:
+                tries.append(core.clock.now_s)
+                failed = demotion.counts.failed
+        assert 3 <= len(tries) <= 12
+        assert tries[-1] - tries[-2] > tries[1] - tries[0]
+        sick = False
+        core.clock.advance(120.0)
+        core.run(until(lambda: demotion.counts.written == 4 * CHAIN))
+        core.check_at_rest()
+
+
+async def offered_again(core):
+    core.core.nvme._left_out.offer()
+    await core.core.nvme.demotion.settle()
+
+
 def test_what_was_left_out_never_takes_more_than_the_queue_holds(monkeypatch):
     """1 MiB holds 34 blocks of 30,000 bytes, and there are 48."""
     with fast_directory() as path, core_over(path) as core:

@@ -190,7 +190,6 @@ def test_rows_say_what_the_blocks_said():
     facts = facts_of(blocks, contents, has_parent=np.array([False, True, True]))
     rows = record.rows_of(Blocks(**{**_fields(blocks), "facts": facts}))
     assert record.keys_of(rows) == [blocks.keys.pack()[i * 20 : i * 20 + 20] for i in range(3)]
-    assert record.key_batch(rows).pack() == blocks.keys.pack()
     assert rows["parent_nbytes"].tolist() == [0, 20, 20]
     assert not rows["parent"][0].any()
     assert rows["retention_class"].tolist() == [b"global"] * 3
