@@ -143,7 +143,7 @@ class Namespace:
         key_nbytes = self.spec.key_nbytes
         words = Words(pack_keys(keys, key_nbytes), key_nbytes)
         opened = self._live()
-        if opened is None:
+        if opened is None or opened.hidden:
             return NOTHING_FOUND
         if not words.count:
             return Lookup(0, 0, opened.answers)
@@ -231,7 +231,7 @@ class Namespace:
             raise invalid("group", group, f"0 to {len(self.spec.groups) - 1}", fix)
         into = targets_of(buffers, words.count, group_spec.block_nbytes)
         opened = self._live()
-        if opened is None or not words.count:
+        if opened is None or opened.hidden or not words.count:
             return 0
         opened.checked_group(group)
         rank = opened.rank_or_only(rank)

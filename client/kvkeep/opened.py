@@ -53,6 +53,8 @@ class Opened:
         self.set_id = response.set_id
         self.ranks = tuple(one.rank for one in response.ranks)
         self.limits = response.limits
+        # An event that came already is newer than this answer.
+        session.modes.setdefault(response.set_index, response.mode)
         self.near_misses = [
             (near.set_id, tuple(near.differing_fields)) for near in response.near_misses
         ]
@@ -217,6 +219,11 @@ class Opened:
         generations_of = partial(generations_at, self.session.chunks)
         seed = self._seed(table, rank, group)
         return table.find_rows(seed, words, words.count, generations_of)
+
+    @property
+    def hidden(self) -> bool:
+        """Whether nothing is to be found here, whatever the shared index says."""
+        return self.session.hides(self.set_index)
 
     @property
     def answers(self) -> bool:

@@ -32,6 +32,8 @@ class CommitStatus(IntEnum):
     REFUSED_COLLISION = 6
     REFUSED_ORPHAN = 7
     FAILED = 8
+    REFUSED_READ_ONLY = 9
+    REFUSED_EPOCH = 10
 
 
 class RemovalStatus(IntEnum):
@@ -74,6 +76,7 @@ class MissReason(IntEnum):
     TIMEOUT = 8
     TIER_DOWN = 9
     NAMESPACE_MISMATCH = 10
+    BYPASSED = 11
 
 
 class Lookup(NamedTuple):
@@ -84,7 +87,8 @@ class Lookup(NamedTuple):
             the WINDOW and EXACT STATE groups need there.
         tokens: The same in tokens.
         complete: The answer covers everything that this host stores. False when there is no
-            session with the daemon, and for what the shared index cannot say.
+            session with the daemon, when the namespace is bypassed, and for what the shared index
+            cannot say.
         replay_tokens: Of `tokens`, the last ones that can be used only when a missing REPLAYABLE
             STATE is replayed.
         groups: For each group of the specification, the leading keys that it alone would allow, of

@@ -17,6 +17,7 @@ from kvkeep.shared_index import IndexTable
 from kvkeep.shared_memory import LAYOUT_VERSION, Chunk, RegionError, TouchRing, map_region
 from kvkeep.staging import Staging
 from kvkeep.transport import AttachStream, Transport
+from kvkeep.v1 import block_cache_pb2 as pb
 from kvkeep.v1.session_pb2 import FdDescription, FdKind, SideHello
 from kvkeep.waking import Bell
 
@@ -63,6 +64,7 @@ class Session:
         staging: This session's; None after the end.
         touch_ring: This session's.
         transport: For calls.
+        modes: Of the namespace sets that are open, as far as the daemon told.
     """
 
     server_epoch: int
@@ -75,6 +77,7 @@ class Session:
         self.draining = False
         self.chunks: Mapping[int, Chunk] = {}
         self.staging: Staging | None = None
+        self.modes: dict[int, pb.NamespaceMode.ValueType] = {}
         self._settings = settings
         self._tables: list[IndexTable] = []
         self._socket = FdSocket(settings.runtime_dir / FD_SOCKET_NAME)
@@ -159,6 +162,13 @@ class Session:
         if event.HasField("draining"):
             self.draining = True
             _log.info("daemon is draining", extra={"grace_ms": event.draining.grace_ms})
+        elif event.HasField("namespace_mode_changed"):
+            changed = event.namespace_mode_changed
+            self.modes[changed.set_index] = changed.mode
+
+    def hides(self, set_index: int) -> bool:
+        """Whether nothing of this namespace set is to be found, whatever the shared index says."""
+        return self.modes.get(set_index) == pb.NAMESPACE_MODE_BYPASS
 
     def fileno(self) -> int:
         """Of the fd socket, for polling."""

@@ -20,7 +20,7 @@ SERVED = {
         "Commit",
         "Remove",
     },
-    "Admin": {"Stats", "ListNamespaces", "Check"},
+    "Admin": {"Stats", "ListNamespaces", "SetNamespaceMode", "Check"},
 }
 MODULES = {
     "BlockCache": (block_cache_pb2, block_cache_pb2_grpc.BlockCacheStub),

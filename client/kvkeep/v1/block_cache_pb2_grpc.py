@@ -197,8 +197,8 @@ class BlockCacheServicer(object):
         (shared_memory.md, section 8).
         Idempotent: a block that is there already answers ALREADY_STORED.
         Errors: INVALID_ARGUMENT (staging range outside the ring, wrong sizes), NOT_FOUND, FAILED_PRECONDITION
-        (ack level that no configured tier can give, namespace is read-only), RESOURCE_EXHAUSTED (limits.*).
-        A block that found no room has status REFUSED_NO_ROOM; the call itself is OK.
+        (ack level that no configured tier can give), RESOURCE_EXHAUSTED (limits.*).
+        A block that found no room, or whose namespace takes none now, has a status that says so; the call itself is OK.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -34,6 +34,24 @@ if sys.version_info >= (3, 13):
     import typing as typing_extensions
 else:
     import typing_extensions
+from kvkeep.v1.namespace_pb2 import (
+    GROUP_KIND_FULL as GROUP_KIND_FULL,
+    GROUP_KIND_STATE as GROUP_KIND_STATE,
+    GROUP_KIND_UNSPECIFIED as GROUP_KIND_UNSPECIFIED,
+    GROUP_KIND_WINDOW as GROUP_KIND_WINDOW,
+    GroupKind as GroupKind,
+    GroupSpec as GroupSpec,
+    NAMESPACE_MODE_BYPASS as NAMESPACE_MODE_BYPASS,
+    NAMESPACE_MODE_NORMAL as NAMESPACE_MODE_NORMAL,
+    NAMESPACE_MODE_READ_ONLY as NAMESPACE_MODE_READ_ONLY,
+    NAMESPACE_MODE_UNSPECIFIED as NAMESPACE_MODE_UNSPECIFIED,
+    NamespaceMode as NamespaceMode,
+    NamespaceSpec as NamespaceSpec,
+    STATE_MODE_EXACT as STATE_MODE_EXACT,
+    STATE_MODE_REPLAYABLE as STATE_MODE_REPLAYABLE,
+    STATE_MODE_UNSPECIFIED as STATE_MODE_UNSPECIFIED,
+    StateMode as StateMode,
+)
 
 _T = typing.TypeVar("_T")
 
@@ -493,8 +511,8 @@ class BlockCacheStub(typing.Generic[_BlockCacheOpenNamespaceType, _BlockCacheAtt
     (shared_memory.md, section 8).
     Idempotent: a block that is there already answers ALREADY_STORED.
     Errors: INVALID_ARGUMENT (staging range outside the ring, wrong sizes), NOT_FOUND, FAILED_PRECONDITION
-    (ack level that no configured tier can give, namespace is read-only), RESOURCE_EXHAUSTED (limits.*).
-    A block that found no room has status REFUSED_NO_ROOM; the call itself is OK.
+    (ack level that no configured tier can give), RESOURCE_EXHAUSTED (limits.*).
+    A block that found no room, or whose namespace takes none now, has a status that says so; the call itself is OK.
     """
 
     Read: _BlockCacheReadType
@@ -704,8 +722,8 @@ class BlockCacheServicer(metaclass=abc.ABCMeta):
         (shared_memory.md, section 8).
         Idempotent: a block that is there already answers ALREADY_STORED.
         Errors: INVALID_ARGUMENT (staging range outside the ring, wrong sizes), NOT_FOUND, FAILED_PRECONDITION
-        (ack level that no configured tier can give, namespace is read-only), RESOURCE_EXHAUSTED (limits.*).
-        A block that found no room has status REFUSED_NO_ROOM; the call itself is OK.
+        (ack level that no configured tier can give), RESOURCE_EXHAUSTED (limits.*).
+        A block that found no room, or whose namespace takes none now, has a status that says so; the call itself is OK.
         """
 
     @abc.abstractmethod

@@ -4,8 +4,11 @@ from collections.abc import Sequence
 
 from kvkeep.v1 import admin_pb2 as pb
 from kvkeep.v1 import block_cache_pb2
+from kvkeep.v1.namespace_pb2 import NAMESPACE_MODE_NORMAL, NAMESPACE_MODE_UNSPECIFIED
+from kvkeep_server.cli.namespace_mode import mode_name
 from kvkeep_server.core.quantities import show_size
 
+_NORMAL = (NAMESPACE_MODE_NORMAL, NAMESPACE_MODE_UNSPECIFIED)
 Since = tuple[float, pb.StatsResponse]
 # A look-up in shared memory does not tell the daemon which key it missed.
 _NOT_TOLD = "unknown"
@@ -131,7 +134,8 @@ def _namespace_lines(namespaces: Sequence[pb.NamespaceInfo]) -> list[str]:
         shown = "".join(c if c.isprintable() else "?" for c in name)
         size = show_size(one.payload_nbytes)
         held = f"{size:>9} {one.blocks:>12,} blocks {len(one.ranks):>3} ranks"
-        lines.append(f"  {one.set_id.hex()[:12]} {held}  {shown}")
+        odd = "" if one.mode in _NORMAL else f"  [{mode_name(one.mode)}]"
+        lines.append(f"  {one.set_id.hex()[:12]} {held}  {shown}{odd}")
     if len(largest) > _NAMESPACES_SHOWN:
         lines.append(f"  and {len(largest) - _NAMESPACES_SHOWN} more: --json lists all")
     return lines
@@ -176,6 +180,7 @@ def as_dict(stats: pb.StatsResponse, namespaces: Sequence[pb.NamespaceInfo]) -> 
             "ranks": list(one.ranks),
             "blocks": one.blocks,
             "payload_nbytes": one.payload_nbytes,
+            "mode": mode_name(one.mode),
         }
         for one in namespaces
     ]

@@ -27,6 +27,7 @@ class MissReason(IntEnum):
     TIMEOUT = 8
     TIER_DOWN = 9
     NAMESPACE_MISMATCH = 10
+    BYPASSED = 11
 
 
 class StopReason(IntEnum):
@@ -64,6 +65,8 @@ class CommitStatus(IntEnum):
     REFUSED_COLLISION = 6
     REFUSED_ORPHAN = 7
     FAILED = 8
+    REFUSED_READ_ONLY = 9
+    REFUSED_EPOCH = 10
 
 
 class RemovalStatus(IntEnum):

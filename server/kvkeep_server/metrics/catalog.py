@@ -12,7 +12,8 @@ from math import prod
 from typing import NamedTuple
 
 from kvkeep_server.core.histogram import AGE_BOUNDS_S, DURATION_BOUNDS_S, HistogramValue
-from kvkeep_server.core.results import CommitStatus, MissReason, TierId
+from kvkeep_server.core.results import CommitStatus, MissReason, NamespaceMode, TierId
+from kvkeep_server.metrics.rpc_names import RPC_CODES, RPC_METHODS
 from kvkeep_server.tiering.manager import ReadCall
 
 
@@ -149,64 +150,6 @@ def value_of(member: Enum) -> str:
 def _label(name: str, members: Iterable[Enum]) -> Label:
     return Label(name, tuple(value_of(member) for member in members))
 
-
-# The names of gRPC and of our services stand here once more, because nothing below `rpc/` sees
-# them; a test holds them to it.
-RPC_METHODS = (
-    *(
-        f"BlockCache/{name}"
-        for name in [
-            "OpenNamespace",
-            "Attach",
-            "Lookup",
-            "Acquire",
-            "Await",
-            "Release",
-            "Renew",
-            "Commit",
-            "Read",
-            "Write",
-            "Prefetch",
-            "Pin",
-            "Unpin",
-            "Remove",
-            "AdvanceEpoch",
-            "Watch",
-        ]
-    ),
-    *(
-        f"Admin/{name}"
-        for name in [
-            "Stats",
-            "ListNamespaces",
-            "SetNamespaceMode",
-            "Explain",
-            "Purge",
-            "SetQuota",
-            "Drain",
-            "Check",
-        ]
-    ),
-)
-RPC_CODES = (
-    "OK",
-    "CANCELLED",
-    "UNKNOWN",
-    "INVALID_ARGUMENT",
-    "DEADLINE_EXCEEDED",
-    "NOT_FOUND",
-    "ALREADY_EXISTS",
-    "PERMISSION_DENIED",
-    "RESOURCE_EXHAUSTED",
-    "FAILED_PRECONDITION",
-    "ABORTED",
-    "OUT_OF_RANGE",
-    "UNIMPLEMENTED",
-    "INTERNAL",
-    "UNAVAILABLE",
-    "DATA_LOSS",
-    "UNAUTHENTICATED",
-)
 
 _CALL = _label("call", ReadCall)
 _TIER = _label("tier", (tier for tier in TierId if tier is not TierId.UNSPECIFIED))
@@ -442,6 +385,12 @@ _CLIENTS = (
     Metric("kvkeep_staging_limit_bytes", _GAUGE, "`sessions.staging_total_max`."),
     Metric("kvkeep_namespaces", _GAUGE, "Open namespace sets."),
     Metric("kvkeep_namespaces_limit", _GAUGE, "`limits.namespaces_max`."),
+    Metric(
+        "kvkeep_namespaces_restricted",
+        _GAUGE,
+        "Namespace sets that are read-only or bypassed: `kvkeep namespace-mode`.",
+        (_label("mode", (NamespaceMode.READ_ONLY, NamespaceMode.BYPASS)),),
+    ),
     Metric("kvkeep_leases", _GAUGE, "Live leases."),
     Metric("kvkeep_leases_limit", _GAUGE, "`leases.leases_max`."),
     Metric(

@@ -186,6 +186,8 @@ class Readings:
         yield Reading("kvkeep_sessions_ended_total", (), sessions.ended_total)
         yield Reading("kvkeep_staging_bytes", (), sessions.staging_nbytes)
         yield Reading("kvkeep_namespaces", (), len(service.namespaces))
+        for mode, sets in service.control.count().items():
+            yield Reading("kvkeep_namespaces_restricted", (value_of(mode),), sets)
         yield Reading("kvkeep_leases", (), len(leases))
         yield Reading("kvkeep_leased_bytes", (), leases.leased_nbytes)
         yield Reading("kvkeep_leases_expired_total", (), leases.expired_total)

@@ -52,7 +52,8 @@ class BlockCalls:
         opened = self.service.open_namespace(session, spec, request.local_ranks)
         near = self.service.namespaces.near_misses(spec)
         slots = [self.service.slot_nbytes(group.block_nbytes) for group in spec.groups]
-        return convert.opened_message(opened, near, self._limits, self._server_epoch, slots)
+        mode = self.service.control.mode_of(opened.namespace_set)
+        return convert.opened_message(opened, near, self._limits, self._server_epoch, slots, mode)
 
     def lookup(self, session: Session, request: pb.LookupRequest) -> pb.LookupResponse:
         """Lookup."""

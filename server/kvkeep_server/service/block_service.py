@@ -22,6 +22,7 @@ from kvkeep_server.core.results import AckLevel, MissReason, RenewStatus, StopRe
 from kvkeep_server.index.layout import LAYOUT_VERSION, PAGE_NBYTES
 from kvkeep_server.service.checking import Checker
 from kvkeep_server.service.commit_orders import WAIT_MAX_S, CommitOrder, batch_of
+from kvkeep_server.service.namespace_control import NamespaceControl
 from kvkeep_server.service.namespaces import Namespaces, NamespaceSet, OpenedNamespace
 from kvkeep_server.service.sessions import Session, Sessions
 from kvkeep_server.service.spec import NamespaceSpec
@@ -30,7 +31,14 @@ from kvkeep_server.tiering.chain import at_boundary
 from kvkeep_server.tiering.commit_plan import CommitBatch
 from kvkeep_server.tiering.commits import Commits
 from kvkeep_server.tiering.lineage import chain_to
-from kvkeep_server.tiering.manager import Arrived, Grant, Prefix, ReadOrder, TierManager
+from kvkeep_server.tiering.manager import (
+    Arrived,
+    Grant,
+    Prefix,
+    ReadCall,
+    ReadOrder,
+    TierManager,
+)
 from kvkeep_server.tiering.removal import Removed
 
 I64 = NDArray[np.int64]
@@ -89,6 +97,7 @@ class BlockService:
         self.sessions = sessions
         self.manager = manager
         self.commits = commits
+        self.control = NamespaceControl(namespaces=namespaces, sessions=sessions)
         self.checker = Checker(manager=manager, clock=clock)
         self.touches = TouchCounts()
         self._clock = clock
@@ -143,7 +152,10 @@ class BlockService:
     ) -> tuple[OpenedNamespace, Prefix]:
         """Longest usable prefix, without a lease."""
         opened = self._opened(session, set_index)
-        return opened, self.manager.lookup(opened.spaces, self._keys(opened, keys), hints)
+        batch = self._keys(opened, keys)
+        if hidden := self.control.hides(opened.namespace_set):
+            return opened, self.manager.find_nothing(ReadCall.LOOKUP, len(batch), hidden)
+        return opened, self.manager.lookup(opened.spaces, batch, hints)
 
     def acquire(
         self,
@@ -167,6 +179,9 @@ class BlockService:
                     "leave it empty for all",
                 )
         batch = self._keys(opened, keys)
+        if hidden := self.control.hides(opened.namespace_set):
+            prefix = self.manager.find_nothing(ReadCall.ACQUIRE, len(batch), hidden)
+            return Grant(prefix, None, 0, 0, 0, ()), len(batch)
         order = replace(order, wait_s=min(order.wait_s, WAIT_MAX_S), groups=wanted)
         grant = self.manager.acquire(opened.spaces, batch, order)
         if isinstance(grant, Grant):
@@ -235,7 +250,9 @@ class BlockService:
             msg = f"limits.commits_running_max = {running_max} commits are running"
             raise ResourceExhaustedError(msg, retry_after_s=0.05)
         self.sessions.begin_copy(session)
-        task = asyncio.create_task(self.commits.run(batch))
+        refusal = self.control.refuses(opened.namespace_set)
+        work = self.commits.run(batch) if refusal is None else self.commits.refuse(batch, refusal)
+        task = asyncio.create_task(work)
         self._running.add(task)
         opened.namespace_set.working += 1
 

@@ -16,6 +16,7 @@ from kvkeep_server.service.spec import (
     boundary_id_of,
     check_spec,
     checked_ranks,
+    family_id_of,
     namespace_id_of,
     set_id_of,
 )
@@ -43,6 +44,7 @@ class NamespaceSet:
         set_id: 16 bytes.
         keyspaces: By (rank, group), of the ranks opened on this host.
         siblings: By boundary id, in the order of opening: where the blocks of one unit may lie.
+        family_id: 16 bytes that it shares with its other epochs.
         working: Calls that run and hold its keyspaces, also when their session is over.
     """
 
@@ -52,10 +54,12 @@ class NamespaceSet:
     siblings: dict[bytes, list[Keyspace]] = field(default_factory=dict)
     working: int = 0
     identity: dict[str, object] = field(init=False)
+    family_id: bytes = field(init=False)
 
     def __post_init__(self) -> None:
         """What others are compared with."""
         self.identity = _identity(self.spec)
+        self.family_id = family_id_of(self.spec)
 
 
 @dataclass(frozen=True, slots=True)

@@ -271,6 +271,11 @@ class TierManager:
         self.counts.lookup.add(len(keys), prefix.blocks, prefix.ended, on_nvme=prefix.on_nvme)
         return prefix
 
+    def find_nothing(self, call: ReadCall, keys: int, reason: MissReason) -> Prefix:
+        """As a read of a namespace set that answers nothing, whatever is there."""
+        self.counts.by_call()[call].add(keys, 0, reason)
+        return Prefix(0, reason, 0.0)
+
     def _touch(self, chain: Chain, hints: Hints) -> None:
         """A request used the usable prefix."""
         units, others = chain.units(self.residency, range(chain.blocks))
