@@ -69,6 +69,8 @@ class Namespace:
         self._optimistic_reads = optimistic_reads
         self._opening = threading.Lock()
         self._opened: Opened | None = None
+        # Never an earlier one, also of a daemon that has forgotten it.
+        self._epoch = spec.namespace_epoch
         self._refusal: KVKeepError | None = None
 
     def open_in(self, session: Session) -> None:
@@ -79,12 +81,14 @@ class Namespace:
         """
         request = open_request(self.spec, self._local_ranks)
         with self._opening:
+            request.spec.namespace_epoch = self._epoch
             try:
                 response = session.transport.open_namespace(request, self._timeout_s)
             except KVKeepError as error:
                 self._refusal = error
                 raise
             self._opened = Opened(session, self.spec, response)
+            self._epoch = max(self._epoch, response.namespace_epoch)
             self._refusal = None
 
     def reopen_in(self, session: Session) -> None:
@@ -99,6 +103,12 @@ class Namespace:
         except KVKeepError as error:
             _log.warning("namespace refused", extra={"reason": str(error)})
 
+    def open_present_epoch(self) -> None:
+        """As `reopen_in`, if the epoch that is open is over."""
+        opened = self._opened
+        if opened is not None and opened.over and opened.session.alive:
+            self.reopen_in(opened.session)
+
     def after_fork_in_child(self) -> None:
         """The lock may be held by a thread that the child does not have."""
         self._opening = threading.Lock()
@@ -107,6 +117,14 @@ class Namespace:
     def set_id(self) -> bytes:
         """The identity of the namespace set, 16 bytes. Errors: UnavailableError."""
         return self._require().set_id
+
+    @property
+    def namespace_epoch(self) -> int:
+        """The epoch that is open: that of the specification, or a later one.
+
+        Errors: UnavailableError.
+        """
+        return self._require().namespace_epoch
 
     @property
     def near_misses(self) -> list[tuple[bytes, tuple[str, ...]]]:
@@ -131,6 +149,9 @@ class Namespace:
                 raise self._refusal
             self._keeper.require()
             raise UnavailableError("the namespace is not open in this session yet")
+        if opened.over:
+            self.open_in(opened.session)
+            return self._opened or opened
         return opened
 
     def lookup(self, keys: Keys, *, hints: Hints | None = None) -> Lookup:
@@ -385,6 +406,34 @@ class Namespace:
         deadline_s = deadline_of(timeout_s, self._timeout_s)
         response = opened.session.transport.remove(request, deadline_s)
         return RemovalResult(tuple(map(RemovalStatus, response.status)), response.removed)
+
+    def advance_epoch(
+        self, expected_epoch: int | None = None, *, timeout_s: float | None = None
+    ) -> int:
+        """New weights in place: from the answer on nothing is found of what was stored before.
+
+        Goes to the next epoch, if the present one is `expected_epoch` (None = `namespace_epoch`
+        of this object); returns the present one. Of several workers that loaded the same weights
+        let one call, or all with the same number. Other processes that have this namespace open
+        are told at once, and go on in the new epoch by themselves; what they store of the old one
+        is refused (REFUSED_EPOCH). Stop storing what was computed with the old weights first: the
+        daemon cannot tell. Leases that were given hold. One call, and one to open the new epoch.
+
+        Errors: InvalidArgumentError, NotSupportedError (an epoch that is yet to come),
+        UnavailableError (among others: done, but not written down; call again with the same
+        `expected_epoch`), DeadlineError, ResourceExhaustedError.
+        """
+        opened = self._require()
+        epoch = opened.namespace_epoch if expected_epoch is None else expected_epoch
+        request = pb.AdvanceEpochRequest(
+            set_index=opened.set_index,
+            expected_epoch=check_number("expected_epoch", epoch, 0, U64_MAX),
+        )
+        deadline_s = deadline_of(timeout_s, self._timeout_s)
+        response = opened.session.transport.advance_epoch(request, deadline_s)
+        if response.namespace_epoch > opened.namespace_epoch:
+            opened.session.end_epoch(opened.set_index)
+        return self._require().namespace_epoch
 
     def _piece_blocks(self, block_nbytes: int) -> int:
         """Two pieces are in the staging memory at a time."""

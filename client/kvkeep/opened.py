@@ -37,6 +37,7 @@ class Opened:
         session: Whose handles these are.
         set_index: Handle of the namespace set.
         set_id: 16 bytes, the identity.
+        namespace_epoch: That this is open in.
         ranks: Flat ranks whose shards lie on this host.
         full_groups: Indexes of the FULL groups.
         rules: Those of the WINDOW and STATE groups, by index.
@@ -52,6 +53,7 @@ class Opened:
         self.set_index = response.set_index
         self.set_id = response.set_id
         self.ranks = tuple(one.rank for one in response.ranks)
+        self.namespace_epoch = response.namespace_epoch
         self.limits = response.limits
         # An event that came already is newer than this answer.
         session.modes.setdefault(response.set_index, response.mode)
@@ -219,6 +221,11 @@ class Opened:
         generations_of = partial(generations_at, self.session.chunks)
         seed = self._seed(table, rank, group)
         return table.find_rows(seed, words, words.count, generations_of)
+
+    @property
+    def over(self) -> bool:
+        """Whether its epoch is: it is to be opened again."""
+        return self.set_index in self.session.over
 
     @property
     def hidden(self) -> bool:

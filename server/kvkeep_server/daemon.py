@@ -56,6 +56,7 @@ from kvkeep_server.service.namespaces import Namespaces
 from kvkeep_server.service.session_memory import FdKind, FdOffer, SessionMemory
 from kvkeep_server.service.sessions import Session, Sessions
 from kvkeep_server.tiering.commits import Commits
+from kvkeep_server.tiering.epochs import Epochs
 from kvkeep_server.tiering.leases import Leases
 from kvkeep_server.tiering.manager import TierManager
 from kvkeep_server.tiering.nvme_side import LocalTiers, NvmeMeans, NvmeSide
@@ -149,14 +150,15 @@ def build_core(
         memory=memory,
         on_end=lambda session: wiring.on_session_end(leases, session),
     )
-    numbers = KeyspaceNumbers(residency.add_keyspace)
+    epochs = Epochs()
+    numbers = KeyspaceNumbers(residency.add_keyspace, epochs.is_over)
     limits = namespace_limits(settings, ram.block_nbytes_max)
     room = RoomMaker(ram=ram, residency=residency, publish_table=wiring.on_table)
     facts = nvme_facts(settings, server_epoch, NvmeMeans(files(), clock, source))
-    nvme = NvmeSide(facts, residency, ram, room, numbers) if facts else None
+    nvme = NvmeSide(facts, residency, ram, room, numbers, epochs) if facts else None
     service = BlockService(
         limits=ServiceLimits(settings.limits.keys_max, settings.limits.commits_running_max),
-        namespaces=Namespaces(limits=limits, numbers=numbers),
+        namespaces=Namespaces(limits=limits, numbers=numbers, epochs=epochs),
         sessions=sessions,
         manager=_manager(residency, leases, room, nvme),
         commits=_commits(settings, residency, room, transfers, nvme),
@@ -407,7 +409,7 @@ async def _nvme_at_work(
         yield
         return
     try:
-        await nvme.tier.start()
+        await nvme.start()
     except OSError as error:
         msg = f"nvme.directories: {error}; make it readable and writable, or name another"
         raise FailedPreconditionError(msg) from error

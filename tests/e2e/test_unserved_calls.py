@@ -19,6 +19,7 @@ SERVED = {
         "Renew",
         "Commit",
         "Remove",
+        "AdvanceEpoch",
     },
     "Admin": {"Stats", "ListNamespaces", "SetNamespaceMode", "Check"},
 }

@@ -399,6 +399,7 @@ class OpenNamespaceResponse(google.protobuf.message.Message):
     server_epoch: builtins.int
     """new at each daemon start"""
     namespace_epoch: builtins.int
+    """of the set that is open: as asked for, or later (AdvanceEpoch)"""
     layout_version: builtins.int
     mode: kvkeep.v1.namespace_pb2.NamespaceMode.ValueType
     """at this moment; events tell of changes"""

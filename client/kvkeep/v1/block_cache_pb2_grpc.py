@@ -257,8 +257,13 @@ class BlockCacheServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def AdvanceEpoch(self, request, context):
-        """New weights in place: the namespace set gets another epoch, so everything stored before misses from now on.
-        Errors: UNIMPLEMENTED in this release.
+        """New weights in place: the namespace set gets the next epoch, so everything stored before misses from now on. Handles of
+        earlier epochs find nothing (NAMESPACE_MISMATCH) and take nothing (REFUSED_EPOCH), also what is under way; leases that were
+        given hold. Who has one is told by an event, and opens the set again, with any namespace_epoch: it gets the present one.
+        Goes forward only if `expected_epoch` is the present one, so of many workers that call one does it; the answer is the
+        present epoch in any case. A restart goes back to no earlier one where there is an nvme tier; nothing else outlives it.
+        Errors: NOT_FOUND, FAILED_PRECONDITION (an epoch that is yet to come), RESOURCE_EXHAUSTED (65536 sets have been advanced),
+        UNAVAILABLE (done, but nvme could not write that down: call again, or a restart may go back).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

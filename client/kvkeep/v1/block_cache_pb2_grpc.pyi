@@ -549,8 +549,13 @@ class BlockCacheStub(typing.Generic[_BlockCacheOpenNamespaceType, _BlockCacheAtt
     """
 
     AdvanceEpoch: _BlockCacheAdvanceEpochType
-    """New weights in place: the namespace set gets another epoch, so everything stored before misses from now on.
-    Errors: UNIMPLEMENTED in this release.
+    """New weights in place: the namespace set gets the next epoch, so everything stored before misses from now on. Handles of
+    earlier epochs find nothing (NAMESPACE_MISMATCH) and take nothing (REFUSED_EPOCH), also what is under way; leases that were
+    given hold. Who has one is told by an event, and opens the set again, with any namespace_epoch: it gets the present one.
+    Goes forward only if `expected_epoch` is the present one, so of many workers that call one does it; the answer is the
+    present epoch in any case. A restart goes back to no earlier one where there is an nvme tier; nothing else outlives it.
+    Errors: NOT_FOUND, FAILED_PRECONDITION (an epoch that is yet to come), RESOURCE_EXHAUSTED (65536 sets have been advanced),
+    UNAVAILABLE (done, but nvme could not write that down: call again, or a restart may go back).
     """
 
     Watch: _BlockCacheWatchType
@@ -795,8 +800,13 @@ class BlockCacheServicer(metaclass=abc.ABCMeta):
         request: kvkeep.v1.block_cache_pb2.AdvanceEpochRequest,
         context: _ServicerContext,
     ) -> typing.Union[kvkeep.v1.block_cache_pb2.AdvanceEpochResponse, collections.abc.Awaitable[kvkeep.v1.block_cache_pb2.AdvanceEpochResponse]]:
-        """New weights in place: the namespace set gets another epoch, so everything stored before misses from now on.
-        Errors: UNIMPLEMENTED in this release.
+        """New weights in place: the namespace set gets the next epoch, so everything stored before misses from now on. Handles of
+        earlier epochs find nothing (NAMESPACE_MISMATCH) and take nothing (REFUSED_EPOCH), also what is under way; leases that were
+        given hold. Who has one is told by an event, and opens the set again, with any namespace_epoch: it gets the present one.
+        Goes forward only if `expected_epoch` is the present one, so of many workers that call one does it; the answer is the
+        present epoch in any case. A restart goes back to no earlier one where there is an nvme tier; nothing else outlives it.
+        Errors: NOT_FOUND, FAILED_PRECONDITION (an epoch that is yet to come), RESOURCE_EXHAUSTED (65536 sets have been advanced),
+        UNAVAILABLE (done, but nvme could not write that down: call again, or a restart may go back).
         """
 
     @abc.abstractmethod

@@ -284,7 +284,8 @@ _TIERS = (
     Metric(
         "kvkeep_blocks_left_total",
         _COUNTER,
-        "Blocks that were in the tier and are not any more, by why: evicted, removed, corrupt.",
+        "Blocks that were in the tier and are not any more, by why: evicted, removed, corrupt,"
+        " namespace_mismatch (their epoch is over).",
         (_TIER, _REASON),
     ),
     Metric("kvkeep_tier_blocks", _GAUGE, "Blocks in the tier.", (_TIER,)),
@@ -390,6 +391,11 @@ _CLIENTS = (
         _GAUGE,
         "Namespace sets that are read-only or bypassed: `kvkeep namespace-mode`.",
         (_label("mode", (NamespaceMode.READ_ONLY, NamespaceMode.BYPASS)),),
+    ),
+    Metric(
+        "kvkeep_epochs_advanced_total",
+        _COUNTER,
+        "Times that the weights of a namespace set were replaced in place (AdvanceEpoch).",
     ),
     Metric("kvkeep_leases", _GAUGE, "Live leases."),
     Metric("kvkeep_leases_limit", _GAUGE, "`leases.leases_max`."),

@@ -188,6 +188,8 @@ class Readings:
         yield Reading("kvkeep_namespaces", (), len(service.namespaces))
         for mode, sets in service.control.count().items():
             yield Reading("kvkeep_namespaces_restricted", (value_of(mode),), sets)
+        advanced = service.namespaces.epochs.advanced_total
+        yield Reading("kvkeep_epochs_advanced_total", (), advanced)
         yield Reading("kvkeep_leases", (), len(leases))
         yield Reading("kvkeep_leased_bytes", (), leases.leased_nbytes)
         yield Reading("kvkeep_leases_expired_total", (), leases.expired_total)

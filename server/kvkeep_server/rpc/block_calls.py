@@ -50,7 +50,7 @@ class BlockCalls:
         spec = convert.spec_of(request.spec)
         self.service.check_layout(request.layout_version)
         opened = self.service.open_namespace(session, spec, request.local_ranks)
-        near = self.service.namespaces.near_misses(spec)
+        near = self.service.namespaces.near_misses(opened.namespace_set.spec)
         slots = [self.service.slot_nbytes(group.block_nbytes) for group in spec.groups]
         mode = self.service.control.mode_of(opened.namespace_set)
         return convert.opened_message(opened, near, self._limits, self._server_epoch, slots, mode)

@@ -97,7 +97,9 @@ class BlockService:
         self.sessions = sessions
         self.manager = manager
         self.commits = commits
-        self.control = NamespaceControl(namespaces=namespaces, sessions=sessions)
+        self.control = NamespaceControl(
+            namespaces=namespaces, sessions=sessions, removal=manager.removal
+        )
         self.checker = Checker(manager=manager, clock=clock)
         self.touches = TouchCounts()
         self._clock = clock
@@ -125,13 +127,14 @@ class BlockService:
     def open_namespace(
         self, session: Session, spec: NamespaceSpec, local_ranks: Sequence[int]
     ) -> OpenedNamespace:
-        """Checks and opens; errors as `Namespaces.open`."""
+        """Checks and opens, in its present epoch; errors as `Namespaces.open`."""
+        theirs = self.control.serving(session.opened)
         try:
-            opened = self.namespaces.open(spec, local_ranks, session.opened)
+            opened = self.namespaces.open(spec, local_ranks, theirs)
         except ResourceExhaustedError:
             if not self._forget_idle():
                 raise
-            opened = self.namespaces.open(spec, local_ranks, session.opened)
+            opened = self.namespaces.open(spec, local_ranks, theirs)
         session.opened.add(opened.spaces.index)
         return opened
 
@@ -146,6 +149,16 @@ class BlockService:
         ids = np.concatenate((columns.in_use(), columns.withdrawn()))
         blocks = np.bincount(columns.keyspace[ids])
         return self.namespaces.forget(live, np.flatnonzero(blocks).tolist()) > 0
+
+    async def advance_epoch(self, session: Session, set_index: int, expected: int) -> int:
+        """Ends the epoch of a namespace set; see `NamespaceControl.advance`."""
+        namespace_set = self._opened(session, set_index).namespace_set
+        namespace_set.working += 1
+        try:
+            # A caller that goes away does not leave it half done.
+            return await asyncio.shield(self.control.advance(namespace_set, expected))
+        finally:
+            namespace_set.working -= 1
 
     def lookup(
         self, session: Session, set_index: int, keys: bytes, hints: Hints
@@ -269,6 +282,7 @@ class BlockService:
     async def finish(self) -> None:
         """Waits for the commits that run; takes no more."""
         self._finishing = True
+        await self.control.finish()
         while self._running:
             await asyncio.wait(set(self._running))
 

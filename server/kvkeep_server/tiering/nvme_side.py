@@ -12,6 +12,7 @@ from kvkeep_server.core.clock import Clock
 from kvkeep_server.core.errors import KVKeepError
 from kvkeep_server.policies.reinsertion.used import UsedReinsertion
 from kvkeep_server.tiering.demotion import Demotion, DemotionLimits
+from kvkeep_server.tiering.epochs import Epochs
 from kvkeep_server.tiering.keyspaces import KeyspaceBook
 from kvkeep_server.tiering.left_out import LeftOut
 from kvkeep_server.tiering.lineage import deepest_first
@@ -21,6 +22,7 @@ from kvkeep_server.tiering.recovery import Recovery
 from kvkeep_server.tiering.removal import Removal
 from kvkeep_server.tiering.residency import Residency
 from kvkeep_server.tiering.room import RoomMaker
+from kvkeep_server.tiers.nvme.epoch_files import EpochFiles
 from kvkeep_server.tiers.nvme.files import Files
 from kvkeep_server.tiers.nvme.tier import NvmeSettings, NvmeTier
 from kvkeep_server.tiers.ram.tier import RamTier
@@ -70,6 +72,7 @@ class NvmeSide:
         ram: Where they come from and go to.
         room: Makes it there.
         book: Knows keyspaces by name.
+        epochs: Which are over.
     """
 
     def __init__(
@@ -79,11 +82,13 @@ class NvmeSide:
         ram: RamTier,
         room: RoomMaker,
         book: KeyspaceBook,
+        epochs: Epochs,
     ) -> None:
         """See the class."""
         files, clock, source = facts.means.files, facts.means.clock, facts.means.source
         self._residency = residency
         self._book = book
+        self._epochs = epochs
         self._sick: dict[str, str] = {}
         self._writers = ThreadPoolExecutor(_WRITE_THREADS, thread_name_prefix="kvkeep-write")
         self.records = Records(
@@ -97,6 +102,8 @@ class NvmeSide:
             writers=self._writers,
             owner=self.records,
         )
+        directories = [directory.path for directory in facts.settings.directories]
+        epochs.files = EpochFiles(directories=directories, files=files, writers=self._writers)
         self.demotion = Demotion(
             residency=residency,
             ram=ram,
@@ -117,6 +124,20 @@ class NvmeSide:
         self.removal = Removal(
             residency=residency, room=room, nvme=self.tier, settled=self.recovery.settled
         )
+
+    async def start(self) -> None:
+        """Takes the directories; see `NvmeTier.start`.
+
+        Raises:
+            FailedPreconditionError: A directory is another's, or not to be used.
+            OSError: A directory cannot be read.
+        """
+        await self.tier.start()
+        try:
+            await self._epochs.load()
+        except BaseException:
+            await self.tier.close()
+            raise
 
     async def run(self) -> None:
         """Recovers, writes through, syncs, reclaims, and takes out what is lost."""
