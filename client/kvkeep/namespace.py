@@ -24,6 +24,7 @@ from kvkeep.results import (
 from kvkeep.shared_index import Words
 from kvkeep.spec import U64_MAX, GroupKind, Hints, check_number, check_seconds, deadline_of, invalid
 from kvkeep.store import Pipeline, Store
+from kvkeep.upkeep import Upkeep
 from kvkeep.v1 import block_cache_pb2 as pb
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ _READ = _NO_HINTS.touch_fields(blocks_read=True)
 _log = logging.getLogger("kvkeep")
 
 
-class Namespace:
+class Namespace(Upkeep):
     """Made by `Client.open_namespace`. Any thread may call.
 
     It outlives the daemon's restarts: handles are renewed when the client has attached again.
@@ -406,34 +407,6 @@ class Namespace:
         deadline_s = deadline_of(timeout_s, self._timeout_s)
         response = opened.session.transport.remove(request, deadline_s)
         return RemovalResult(tuple(map(RemovalStatus, response.status)), response.removed)
-
-    def advance_epoch(
-        self, expected_epoch: int | None = None, *, timeout_s: float | None = None
-    ) -> int:
-        """New weights in place: from the answer on nothing is found of what was stored before.
-
-        Goes to the next epoch, if the present one is `expected_epoch` (None = `namespace_epoch`
-        of this object); returns the present one. Of several workers that loaded the same weights
-        let one call, or all with the same number. Other processes that have this namespace open
-        are told at once, and go on in the new epoch by themselves; what they store of the old one
-        is refused (REFUSED_EPOCH). Stop storing what was computed with the old weights first: the
-        daemon cannot tell. Leases that were given hold. One call, and one to open the new epoch.
-
-        Errors: InvalidArgumentError, NotSupportedError (an epoch that is yet to come),
-        UnavailableError (among others: done, but not written down; call again with the same
-        `expected_epoch`), DeadlineError, ResourceExhaustedError.
-        """
-        opened = self._require()
-        epoch = opened.namespace_epoch if expected_epoch is None else expected_epoch
-        request = pb.AdvanceEpochRequest(
-            set_index=opened.set_index,
-            expected_epoch=check_number("expected_epoch", epoch, 0, U64_MAX),
-        )
-        deadline_s = deadline_of(timeout_s, self._timeout_s)
-        response = opened.session.transport.advance_epoch(request, deadline_s)
-        if response.namespace_epoch > opened.namespace_epoch:
-            opened.session.end_epoch(opened.set_index)
-        return self._require().namespace_epoch
 
     def _piece_blocks(self, block_nbytes: int) -> int:
         """Two pieces are in the staging memory at a time."""

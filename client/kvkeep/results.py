@@ -122,6 +122,22 @@ class CommitResult:
     refused: int
 
 
+class Pin(NamedTuple):
+    """Blocks that are kept for a while.
+
+    Attributes:
+        pin_id: What names it, in any process; 0 = there was nothing to keep.
+        blocks: Leading keys that are kept.
+        keep_for_s: How long, in seconds from when it was given.
+        budget_left_nbytes: What may be pinned still, by anyone.
+    """
+
+    pin_id: int
+    blocks: int
+    keep_for_s: int
+    budget_left_nbytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class RemovalResult:
     """What became of a removal.

@@ -35,11 +35,15 @@ from kvkeep.v1.block_cache_pb2 import (
     CommitResponse,
     OpenNamespaceRequest,
     OpenNamespaceResponse,
+    PinRequest,
+    PinResponse,
     ReleaseRequest,
     RemoveRequest,
     RemoveResponse,
     RenewRequest,
     RenewResponse,
+    UnpinRequest,
+    UnpinResponse,
 )
 from kvkeep.v1.block_cache_pb2_grpc import BlockCacheStub
 from kvkeep.v1.session_pb2 import CallMethod
@@ -214,6 +218,14 @@ class Transport:
     def advance_epoch(self, request: AdvanceEpochRequest, timeout_s: float) -> AdvanceEpochResponse:
         """AdvanceEpoch."""
         return self._on_grpc(self._stub.AdvanceEpoch, request, timeout_s, "AdvanceEpoch")
+
+    def pin(self, request: PinRequest, timeout_s: float) -> PinResponse:
+        """Pin."""
+        return self._on_grpc(self._stub.Pin, request, timeout_s, "Pin")
+
+    def unpin(self, request: UnpinRequest, timeout_s: float) -> UnpinResponse:
+        """Unpin."""
+        return self._on_grpc(self._stub.Unpin, request, timeout_s, "Unpin")
 
     def _on_grpc(
         self, call: Callable[..., Response], request: Message, timeout_s: float, what: str

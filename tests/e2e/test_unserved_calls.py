@@ -20,6 +20,8 @@ SERVED = {
         "Commit",
         "Remove",
         "AdvanceEpoch",
+        "Pin",
+        "Unpin",
     },
     "Admin": {"Stats", "ListNamespaces", "SetNamespaceMode", "Check"},
 }

@@ -200,6 +200,9 @@ class StatsResponse(google.protobuf.message.Message):
     BLOCKS_CORRUPT_TOTAL_FIELD_NUMBER: builtins.int
     MISSES_FIELD_NUMBER: builtins.int
     NVME_FIELD_NUMBER: builtins.int
+    PINS_FIELD_NUMBER: builtins.int
+    PINNED_NBYTES_FIELD_NUMBER: builtins.int
+    PINNED_LIMIT_NBYTES_FIELD_NUMBER: builtins.int
     server_epoch: builtins.int
     uptime_ms: builtins.int
     sessions: builtins.int
@@ -227,6 +230,11 @@ class StatsResponse(google.protobuf.message.Message):
     """by Remove, with what followed the keys"""
     blocks_corrupt_total: builtins.int
     """taken out because bytes were wrong, with what followed them"""
+    pins: builtins.int
+    """retention pins"""
+    pinned_nbytes: builtins.int
+    """what their blocks take of pins.max"""
+    pinned_limit_nbytes: builtins.int
     @property
     def pool(self) -> Global___PoolStats: ...
     @property
@@ -270,9 +278,12 @@ class StatsResponse(google.protobuf.message.Message):
         blocks_corrupt_total: builtins.int = ...,
         misses: collections.abc.Iterable[Global___MissCount] | None = ...,
         nvme: Global___NvmeStats | None = ...,
+        pins: builtins.int = ...,
+        pinned_nbytes: builtins.int = ...,
+        pinned_limit_nbytes: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["index", b"index", "nvme", b"nvme", "pool", b"pool"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["acquires_total", b"acquires_total", "blocks_already_stored_total", b"blocks_already_stored_total", "blocks_asked_total", b"blocks_asked_total", "blocks_corrupt_total", b"blocks_corrupt_total", "blocks_evicted_total", b"blocks_evicted_total", "blocks_failed_total", b"blocks_failed_total", "blocks_hit_total", b"blocks_hit_total", "blocks_missed_total", b"blocks_missed_total", "blocks_refused_total", b"blocks_refused_total", "blocks_removed_total", b"blocks_removed_total", "blocks_stored_total", b"blocks_stored_total", "bytes_stored_total", b"bytes_stored_total", "collisions_total", b"collisions_total", "commits_total", b"commits_total", "index", b"index", "leases", b"leases", "leases_expired_total", b"leases_expired_total", "lookups_total", b"lookups_total", "misses", b"misses", "nvme", b"nvme", "pool", b"pool", "server_epoch", b"server_epoch", "sessions", b"sessions", "sessions_ended_total", b"sessions_ended_total", "touch_records_invalid_total", b"touch_records_invalid_total", "touch_records_lost_total", b"touch_records_lost_total", "uptime_ms", b"uptime_ms", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["acquires_total", b"acquires_total", "blocks_already_stored_total", b"blocks_already_stored_total", "blocks_asked_total", b"blocks_asked_total", "blocks_corrupt_total", b"blocks_corrupt_total", "blocks_evicted_total", b"blocks_evicted_total", "blocks_failed_total", b"blocks_failed_total", "blocks_hit_total", b"blocks_hit_total", "blocks_missed_total", b"blocks_missed_total", "blocks_refused_total", b"blocks_refused_total", "blocks_removed_total", b"blocks_removed_total", "blocks_stored_total", b"blocks_stored_total", "bytes_stored_total", b"bytes_stored_total", "collisions_total", b"collisions_total", "commits_total", b"commits_total", "index", b"index", "leases", b"leases", "leases_expired_total", b"leases_expired_total", "lookups_total", b"lookups_total", "misses", b"misses", "nvme", b"nvme", "pinned_limit_nbytes", b"pinned_limit_nbytes", "pinned_nbytes", b"pinned_nbytes", "pins", b"pins", "pool", b"pool", "server_epoch", b"server_epoch", "sessions", b"sessions", "sessions_ended_total", b"sessions_ended_total", "touch_records_invalid_total", b"touch_records_invalid_total", "touch_records_lost_total", b"touch_records_lost_total", "uptime_ms", b"uptime_ms", "version", b"version"]) -> None: ...
 
 Global___StatsResponse: typing_extensions.TypeAlias = StatsResponse
 

@@ -1304,22 +1304,27 @@ Global___PinRequest: typing_extensions.TypeAlias = PinRequest
 
 @typing.final
 class PinResponse(google.protobuf.message.Message):
+    """pin_id 0 = there was nothing to keep."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     PIN_ID_FIELD_NUMBER: builtins.int
     PINNED_BLOCKS_FIELD_NUMBER: builtins.int
     BUDGET_LEFT_NBYTES_FIELD_NUMBER: builtins.int
+    KEEP_FOR_S_FIELD_NUMBER: builtins.int
     pin_id: builtins.int
     pinned_blocks: builtins.int
     budget_left_nbytes: builtins.int
+    keep_for_s: builtins.int
     def __init__(
         self,
         *,
         pin_id: builtins.int = ...,
         pinned_blocks: builtins.int = ...,
         budget_left_nbytes: builtins.int = ...,
+        keep_for_s: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["budget_left_nbytes", b"budget_left_nbytes", "pin_id", b"pin_id", "pinned_blocks", b"pinned_blocks"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["budget_left_nbytes", b"budget_left_nbytes", "keep_for_s", b"keep_for_s", "pin_id", b"pin_id", "pinned_blocks", b"pinned_blocks"]) -> None: ...
 
 Global___PinResponse: typing_extensions.TypeAlias = PinResponse
 

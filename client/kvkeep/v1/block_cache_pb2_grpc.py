@@ -229,15 +229,19 @@ class BlockCacheServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Pin(self, request, context):
-        """Asks for retention of chains within the tenant's pin budget.
-        Errors: RESOURCE_EXHAUSTED (budget), UNIMPLEMENTED in this release.
+        """Keeps the usable prefix of a chain for a while, in the tiers where it is: no eviction, no reclaim. All of it or, where that
+        passes the budget (pins.max, of all clients), nothing. Soft: what is removed, damaged or of an epoch that is over leaves all
+        the same. A pin belongs to no session; it ends by Unpin, after keep_for_s (0 = pins.keep_max, also the most), and with the
+        daemon. A block counts once however often it is pinned.
+        Errors: INVALID_ARGUMENT, NOT_FOUND (namespace set not open), RESOURCE_EXHAUSTED (pins.max, pins.pins_max).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Unpin(self, request, context):
-        """Takes a retention pin back. Idempotent. Errors: UNIMPLEMENTED in this release.
+        """Takes retention pins back, of namespace sets that this session has open. Idempotent: others are counted, not refused.
+        Errors: INVALID_ARGUMENT (more than limits.keys_max).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -531,12 +531,17 @@ class BlockCacheStub(typing.Generic[_BlockCacheOpenNamespaceType, _BlockCacheAtt
     """
 
     Pin: _BlockCachePinType
-    """Asks for retention of chains within the tenant's pin budget.
-    Errors: RESOURCE_EXHAUSTED (budget), UNIMPLEMENTED in this release.
+    """Keeps the usable prefix of a chain for a while, in the tiers where it is: no eviction, no reclaim. All of it or, where that
+    passes the budget (pins.max, of all clients), nothing. Soft: what is removed, damaged or of an epoch that is over leaves all
+    the same. A pin belongs to no session; it ends by Unpin, after keep_for_s (0 = pins.keep_max, also the most), and with the
+    daemon. A block counts once however often it is pinned.
+    Errors: INVALID_ARGUMENT, NOT_FOUND (namespace set not open), RESOURCE_EXHAUSTED (pins.max, pins.pins_max).
     """
 
     Unpin: _BlockCacheUnpinType
-    """Takes a retention pin back. Idempotent. Errors: UNIMPLEMENTED in this release."""
+    """Takes retention pins back, of namespace sets that this session has open. Idempotent: others are counted, not refused.
+    Errors: INVALID_ARGUMENT (more than limits.keys_max).
+    """
 
     Remove: _BlockCacheRemoveType
     """Removes blocks by key: all ranks and groups of each. From the answer on nobody finds them; who reads them under a
@@ -767,8 +772,11 @@ class BlockCacheServicer(metaclass=abc.ABCMeta):
         request: kvkeep.v1.block_cache_pb2.PinRequest,
         context: _ServicerContext,
     ) -> typing.Union[kvkeep.v1.block_cache_pb2.PinResponse, collections.abc.Awaitable[kvkeep.v1.block_cache_pb2.PinResponse]]:
-        """Asks for retention of chains within the tenant's pin budget.
-        Errors: RESOURCE_EXHAUSTED (budget), UNIMPLEMENTED in this release.
+        """Keeps the usable prefix of a chain for a while, in the tiers where it is: no eviction, no reclaim. All of it or, where that
+        passes the budget (pins.max, of all clients), nothing. Soft: what is removed, damaged or of an epoch that is over leaves all
+        the same. A pin belongs to no session; it ends by Unpin, after keep_for_s (0 = pins.keep_max, also the most), and with the
+        daemon. A block counts once however often it is pinned.
+        Errors: INVALID_ARGUMENT, NOT_FOUND (namespace set not open), RESOURCE_EXHAUSTED (pins.max, pins.pins_max).
         """
 
     @abc.abstractmethod
@@ -777,7 +785,9 @@ class BlockCacheServicer(metaclass=abc.ABCMeta):
         request: kvkeep.v1.block_cache_pb2.UnpinRequest,
         context: _ServicerContext,
     ) -> typing.Union[kvkeep.v1.block_cache_pb2.UnpinResponse, collections.abc.Awaitable[kvkeep.v1.block_cache_pb2.UnpinResponse]]:
-        """Takes a retention pin back. Idempotent. Errors: UNIMPLEMENTED in this release."""
+        """Takes retention pins back, of namespace sets that this session has open. Idempotent: others are counted, not refused.
+        Errors: INVALID_ARGUMENT (more than limits.keys_max).
+        """
 
     @abc.abstractmethod
     def Remove(

@@ -19,6 +19,7 @@ ram         {pool.blocks:,} blocks, {payload} stored
             {used} of {limit} in use ({share:.0%}), {taken} taken in {pool.chunks} chunks{nvme}
 index       {index.rows:,} rows, {index_size}, {index.rebuilds} rebuilds
 leases      {stats.leases:,} live, {leased} leased; {stats.leases_expired_total:,} expired
+pins        {stats.pins:,} hold {pinned} of {pinned_limit} that may be pinned
 sessions    {stats.sessions:,} attached, {stats.sessions_ended_total:,} ended
 asked       {stats.blocks_asked_total:,} blocks in {stats.lookups_total:,} look-ups \
 and {stats.acquires_total:,} acquires
@@ -62,6 +63,8 @@ def as_text(
         share=pool.slot_nbytes_used / max(1, pool.limit_nbytes),
         taken=show_size(pool.chunk_nbytes),
         leased=show_size(pool.leased_nbytes),
+        pinned=show_size(stats.pinned_nbytes),
+        pinned_limit=show_size(stats.pinned_limit_nbytes),
         index_size=show_size(index.nbytes),
         hit_ratio=stats.blocks_hit_total / max(1, stats.blocks_asked_total),
         misses=_misses(stats),

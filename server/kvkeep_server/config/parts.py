@@ -16,6 +16,7 @@ from kvkeep_server.service.sessions import SessionLimits
 from kvkeep_server.tiering.demotion import DemotionLimits
 from kvkeep_server.tiering.leases import LeaseLimits
 from kvkeep_server.tiering.nvme_side import NvmeFacts, NvmeMeans
+from kvkeep_server.tiering.retention_pins import PinLimits
 from kvkeep_server.tiers.nvme.segments import DirectorySettings
 from kvkeep_server.tiers.nvme.tier import NvmeSettings
 from kvkeep_server.tiers.ram.pool import PoolSettings
@@ -42,6 +43,12 @@ def lease_limits(settings: Settings) -> LeaseLimits:
     """Of leases."""
     leases = settings.leases
     return LeaseLimits(leases.ttl_s, leases.leases_max, leases.remembered_max)
+
+
+def pin_limits(settings: Settings) -> PinLimits:
+    """Of retention pins."""
+    pins = settings.pins
+    return PinLimits(pins.nbytes_max, pins.pins_max, pins.keep_max_s)
 
 
 def namespace_limits(settings: Settings, block_nbytes_max: int) -> NamespaceLimits:
@@ -142,6 +149,8 @@ def metric_facts(settings: Settings) -> Facts:
         "kvkeep_staging_limit_bytes": settings.sessions.staging_total_nbytes_max,
         "kvkeep_namespaces_limit": settings.limits.namespaces_max,
         "kvkeep_leases_limit": settings.leases.leases_max,
+        "kvkeep_pins_limit": settings.pins.pins_max,
+        "kvkeep_pinned_limit_bytes": settings.pins.nbytes_max,
     }
     ram = settings.ram
     return Facts(

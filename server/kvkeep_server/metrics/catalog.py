@@ -403,6 +403,12 @@ _CLIENTS = (
         "kvkeep_leased_bytes", _GAUGE, "Payload under live leases; a block counts once a lease."
     ),
     Metric("kvkeep_leases_expired_total", _COUNTER, "Leases that ended by time, not by release."),
+    Metric("kvkeep_pins", _GAUGE, "Retention pins."),
+    Metric("kvkeep_pins_limit", _GAUGE, "`pins.pins_max`."),
+    Metric("kvkeep_pinned_bytes", _GAUGE, "Room in ram that pinned blocks take or would take."),
+    Metric("kvkeep_pinned_limit_bytes", _GAUGE, "`pins.max`."),
+    Metric("kvkeep_pins_refused_total", _COUNTER, "Pins that would have passed a limit."),
+    Metric("kvkeep_pins_expired_total", _COUNTER, "Pins that ended by time, not by Unpin."),
     Metric(
         "kvkeep_touch_records_lost_total",
         _COUNTER,

@@ -193,10 +193,18 @@ class Readings:
         yield Reading("kvkeep_leases", (), len(leases))
         yield Reading("kvkeep_leased_bytes", (), leases.leased_nbytes)
         yield Reading("kvkeep_leases_expired_total", (), leases.expired_total)
+        yield from self._pins()
         yield Reading("kvkeep_touch_records_lost_total", (), service.touches.lost)
         yield Reading("kvkeep_touch_records_invalid_total", (), service.touches.invalid)
         yield Reading("kvkeep_handovers_refused_total", (), handover.refused_total)
         yield Reading("kvkeep_handovers_dropped_total", (), handover.dropped_total)
+
+    def _pins(self) -> Iterator[Reading]:
+        pins = self._service.manager.pins
+        yield Reading("kvkeep_pins", (), len(pins))
+        yield Reading("kvkeep_pinned_bytes", (), pins.nbytes)
+        yield Reading("kvkeep_pins_refused_total", (), pins.counts.refused)
+        yield Reading("kvkeep_pins_expired_total", (), pins.counts.expired)
 
     def _rpc(self) -> Iterator[Reading]:
         for (method, code), calls in self._calls.ended.items():

@@ -72,6 +72,9 @@ class AdminServicer(pb_grpc.AdminServicer):
             blocks_removed_total=service.manager.removal.counts.removed,
             blocks_corrupt_total=service.manager.removal.counts.corrupt,
             misses=convert.miss_counts(reads.missed_by()),
+            pins=len(service.manager.pins),
+            pinned_nbytes=service.manager.pins.nbytes,
+            pinned_limit_nbytes=service.manager.pins.limits.nbytes_max,
             nvme=None if self._nvme is None else self._nvme_stats(self._nvme),
         )
 

@@ -94,9 +94,15 @@ class BlockCacheServicer(pb_grpc.BlockCacheServicer):
         )
         return pb.AdvanceEpochResponse(namespace_epoch=epoch)
 
+    @unary
+    async def Pin(self, request: pb.PinRequest, context: Context) -> pb.PinResponse:
+        return self._calls.pin(self._session(context), request)
+
+    @unary
+    async def Unpin(self, request: pb.UnpinRequest, context: Context) -> pb.UnpinResponse:
+        return self._calls.unpin(self._session(context), request)
+
     Read = not_served("Read: bytes for clients on other hosts")
     Write = not_served("Write: bytes from clients on other hosts")
     Prefetch = not_served("Prefetch: hints of what will be read")
-    Pin = not_served("Pin: retention pins")
-    Unpin = not_served("Unpin: retention pins")
     Watch = not_served("Watch: events for routers")

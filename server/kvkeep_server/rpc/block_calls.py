@@ -2,6 +2,7 @@
 `block_cache.proto`."""
 
 import asyncio
+import math
 from collections.abc import Awaitable
 from dataclasses import dataclass
 
@@ -102,6 +103,21 @@ class BlockCalls:
     ) -> asyncio.Task[NDArray[np.uint8]]:
         """Commit; see `BlockService.begin_commit`. `convert.commit_message` renders its result."""
         return self.service.begin_commit(session, convert.order_of(request))
+
+    def pin(self, session: Session, request: pb.PinRequest) -> pb.PinResponse:
+        """Pin."""
+        pinned = self.service.pin(session, request.set_index, request.keys, request.keep_for_s)
+        return pb.PinResponse(
+            pin_id=pinned.pin_id,
+            pinned_blocks=pinned.blocks,
+            budget_left_nbytes=self.service.manager.pins.left_nbytes,
+            keep_for_s=math.floor(pinned.keep_for_s),
+        )
+
+    def unpin(self, session: Session, request: pb.UnpinRequest) -> pb.UnpinResponse:
+        """Unpin."""
+        unpinned = self.service.unpin(session, request.pin_ids)
+        return pb.UnpinResponse(unpinned=unpinned, unknown=len(request.pin_ids) - unpinned)
 
     async def remove(self, session: Session, request: pb.RemoveRequest) -> Removed:
         """Remove. `convert.removed_message` renders the result."""

@@ -40,6 +40,7 @@ from kvkeep_server.tiering.manager import (
     TierManager,
 )
 from kvkeep_server.tiering.removal import Removed
+from kvkeep_server.tiering.retention_pins import Pinned
 
 I64 = NDArray[np.int64]
 U8 = NDArray[np.uint8]
@@ -241,10 +242,25 @@ class BlockService:
         """Extends leases; returns a status each and the life that they have now."""
         self._bounded("lease_ids", len(lease_ids))
         leases = self.manager.leases
-        opened = {self.namespaces.get(index).namespace_set.set_id for index in session.opened}
-        life_s = leases.life_s(ttl_s)
-        renewed = leases.renew(session.session_id, lease_ids, life_s, opened.__contains__)
+        life_s, may_join = leases.life_s(ttl_s), self._set_ids(session).__contains__
+        renewed = leases.renew(session.session_id, lease_ids, life_s, may_join)
         return renewed, life_s
+
+    def pin(self, session: Session, set_index: int, keys: bytes, keep_for_s: float) -> Pinned:
+        """Keeps the usable prefix for a while; see `RetentionPins.pin`."""
+        opened = self._opened(session, set_index)
+        batch = self._keys(opened, keys)
+        if self.control.hides(opened.namespace_set):
+            return Pinned(0, 0, 0.0)
+        return self.manager.pins.pin(opened.spaces, batch, keep_for_s)
+
+    def unpin(self, session: Session, pin_ids: Sequence[int]) -> int:
+        """Ends pins in namespace sets that the session has open; how many held."""
+        self._bounded("pin_ids", len(pin_ids))
+        return self.manager.pins.unpin(pin_ids, self._set_ids(session).__contains__)
+
+    def _set_ids(self, session: Session) -> set[bytes]:
+        return {self.namespaces.get(index).namespace_set.set_id for index in session.opened}
 
     def begin_commit(self, session: Session, order: CommitOrder) -> asyncio.Task[U8]:
         """Begins to seal blocks that lie in the session's staging; the result is one
@@ -375,6 +391,7 @@ class BlockService:
     def sweep(self) -> None:
         """Ends leases and sessions whose time is over."""
         self.manager.leases.expire()
+        self.manager.pins.expire()
         for session in self.sessions.silent():
             self.sessions.end(session.session_id, "silent")
 

@@ -23,6 +23,7 @@ from kvkeep_server.tiering.leases import Coming, Lease, Leases
 from kvkeep_server.tiering.promotion import Flights, Promotion
 from kvkeep_server.tiering.removal import Removal
 from kvkeep_server.tiering.residency import Residency
+from kvkeep_server.tiering.retention_pins import RetentionPins
 
 I64 = NDArray[np.int64]
 Mask = NDArray[np.bool_]
@@ -243,6 +244,7 @@ class TierManager:
         residency: Where blocks are.
         leases: Who may read.
         removal: Takes out by name.
+        pins: What clients want kept.
         promotion: Brings blocks into ram; None = all that there is is there.
     """
 
@@ -252,9 +254,11 @@ class TierManager:
         residency: Residency,
         leases: Leases,
         removal: Removal,
+        pins: RetentionPins,
         promotion: Promotion | None = None,
     ) -> None:
         """See the class."""
+        self.pins = pins
         self.promotion = promotion
         self.residency = residency
         self.leases = leases
@@ -436,6 +440,7 @@ class TierManager:
         """
         self.residency.check()
         self.leases.check()
+        self.pins.check()
         self.check_counts()
 
     def check_counts(self) -> None:
