@@ -37,6 +37,8 @@ from kvkeep.v1.block_cache_pb2 import (
     OpenNamespaceResponse,
     PinRequest,
     PinResponse,
+    PrefetchRequest,
+    PrefetchResponse,
     ReleaseRequest,
     RemoveRequest,
     RemoveResponse,
@@ -218,6 +220,10 @@ class Transport:
     def advance_epoch(self, request: AdvanceEpochRequest, timeout_s: float) -> AdvanceEpochResponse:
         """AdvanceEpoch."""
         return self._on_grpc(self._stub.AdvanceEpoch, request, timeout_s, "AdvanceEpoch")
+
+    def prefetch(self, request: PrefetchRequest, timeout_s: float) -> PrefetchResponse:
+        """Prefetch."""
+        return self._on_grpc(self._stub.Prefetch, request, timeout_s, "Prefetch")
 
     def pin(self, request: PinRequest, timeout_s: float) -> PinResponse:
         """Pin."""

@@ -1,19 +1,19 @@
-"""What is seldom asked of a namespace set: another epoch, retention pins."""
+"""What is seldom asked of a namespace set: another epoch, hints of what comes, retention pins."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
-from kvkeep.convert import pack_keys
+from kvkeep.convert import hints_message, milliseconds, pack_keys
 from kvkeep.results import Pin
-from kvkeep.spec import U32_MAX, U64_MAX, check_number, deadline_of
+from kvkeep.spec import U32_MAX, U64_MAX, check_number, check_seconds, deadline_of
 from kvkeep.v1 import block_cache_pb2 as pb
 
 if TYPE_CHECKING:
     from kvkeep.convert import Keys
     from kvkeep.opened import Opened
-    from kvkeep.spec import NamespaceSpec
+    from kvkeep.spec import Hints, NamespaceSpec
 
 
 class Upkeep(ABC):
@@ -53,6 +53,38 @@ class Upkeep(ABC):
         if response.namespace_epoch > opened.namespace_epoch:
             opened.session.end_epoch(opened.set_index)
         return self._require().namespace_epoch
+
+    def prefetch(
+        self,
+        keys: Keys,
+        *,
+        within_s: float = 10.0,
+        byte_budget: int | None = None,
+        hints: Hints | None = None,
+        timeout_s: float | None = None,
+    ) -> int:
+        """Say that `keys`, one chain, will be asked for within `within_s` (at most a minute).
+
+        What of its usable prefix is on nvme only comes into ram, up to `byte_budget` bytes of
+        payload, as soon as no read waits for nvme. Nothing is leased, and nothing is promised:
+        returns how many keys are to be brought, 0 also where too many hints wait. One call.
+
+        Errors: InvalidArgumentError, UnavailableError, DeadlineError.
+        """
+        packed = bytes(pack_keys(keys, self.spec.key_nbytes))
+        budget = 0 if byte_budget is None else check_number("byte_budget", byte_budget, 0, U64_MAX)
+        within_ms = milliseconds(check_seconds("within_s", within_s, zero=False))
+        opened = self._require()
+        opened.check_count(len(packed) // self.spec.key_nbytes)
+        request = pb.PrefetchRequest(
+            set_index=opened.set_index,
+            keys=packed,
+            deadline_ms=within_ms,
+            byte_budget=budget,
+            hints=hints_message(hints),
+        )
+        deadline_s = deadline_of(timeout_s, self._timeout_s)
+        return opened.session.transport.prefetch(request, deadline_s).planned_blocks
 
     def pin(self, keys: Keys, *, keep_for_s: int = 0, timeout_s: float | None = None) -> Pin:
         """Keep the longest usable prefix of `keys` for a while, in the tiers where it is.

@@ -402,6 +402,7 @@ def _manager(
         removal=nvme.removal if nvme else Removal(residency=residency, room=room),
         pins=pins,
         promotion=nvme.promotion if nvme else None,
+        prefetching=nvme.prefetching if nvme else None,
     )
 
 

@@ -20,6 +20,7 @@ SERVED = {
         "Commit",
         "Remove",
         "AdvanceEpoch",
+        "Prefetch",
         "Pin",
         "Unpin",
     },

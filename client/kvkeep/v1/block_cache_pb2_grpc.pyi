@@ -526,8 +526,11 @@ class BlockCacheStub(typing.Generic[_BlockCacheOpenNamespaceType, _BlockCacheAtt
     """
 
     Prefetch: _BlockCachePrefetchType
-    """Hint: these chains will be asked for. Best effort, byte budget, never delays a demand read.
-    Errors: INVALID_ARGUMENT, UNIMPLEMENTED in this release.
+    """Hint: these keys, one chain, will be asked for. What is on nvme only of its usable prefix is brought into ram, without a
+    lease, root to tail, while no read waits for nvme. Best effort: up to byte_budget of payload (0 = no bound of its own), within
+    deadline_ms (0 = 10 s, at most a minute), and not at all where nvme.prefetch_max of others waits: planned_blocks tells how
+    many keys are to be brought. Nothing of it outlives the hint but blocks in ram, which leave like any others.
+    Errors: INVALID_ARGUMENT, NOT_FOUND (namespace set not open).
     """
 
     Pin: _BlockCachePinType
@@ -762,8 +765,11 @@ class BlockCacheServicer(metaclass=abc.ABCMeta):
         request: kvkeep.v1.block_cache_pb2.PrefetchRequest,
         context: _ServicerContext,
     ) -> typing.Union[kvkeep.v1.block_cache_pb2.PrefetchResponse, collections.abc.Awaitable[kvkeep.v1.block_cache_pb2.PrefetchResponse]]:
-        """Hint: these chains will be asked for. Best effort, byte budget, never delays a demand read.
-        Errors: INVALID_ARGUMENT, UNIMPLEMENTED in this release.
+        """Hint: these keys, one chain, will be asked for. What is on nvme only of its usable prefix is brought into ram, without a
+        lease, root to tail, while no read waits for nvme. Best effort: up to byte_budget of payload (0 = no bound of its own), within
+        deadline_ms (0 = 10 s, at most a minute), and not at all where nvme.prefetch_max of others waits: planned_blocks tells how
+        many keys are to be brought. Nothing of it outlives the hint but blocks in ram, which leave like any others.
+        Errors: INVALID_ARGUMENT, NOT_FOUND (namespace set not open).
         """
 
     @abc.abstractmethod

@@ -225,6 +225,7 @@ def _fill_auto(values: Mapping[str, Value | None], memory: MemoryLimit) -> dict[
     fill("ram.chunk", min(1 * GiB, chunk // (2 * MiB) * 2 * MiB))
     fill("ram.slab", min(filled["ram.chunk"], max(auto_slab_nbytes(pool), block + PAGE_NBYTES - 1)))
     fill("pins.max", pool // 4)
+    fill("nvme.prefetch_max", min(1 * GiB, pool // 8))
     fill("nvme.queue", max(MiB, min(256 * MiB, pool // 8)))
     fill("limits.block_max", min(64 * MiB, filled["ram.slab"]))
     plan = MemoryPlan(pool, 0, filled["index.rows_initial"])

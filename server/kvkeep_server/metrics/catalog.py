@@ -73,6 +73,23 @@ class Promoted(StrEnum):
     REFUSED = "refused"
 
 
+class Prefetched(StrEnum):
+    """What became of hints; names as in `tiering.prefetching`."""
+
+    PLANNED = "planned"
+    BROUGHT = "brought"
+    FAILED = "failed"
+    EXPIRED = "expired"
+    REFUSED = "refused"
+
+
+class Foreseen(StrEnum):
+    """Whether what was prefetched was asked for; names as in `tiering.foresight`."""
+
+    USED = "used"
+    WASTED = "wasted"
+
+
 class LogEvent(StrEnum):
     """What happened in the logs of the nvme tier; names as in `tiers.nvme.directory`."""
 
@@ -339,6 +356,22 @@ _NVME = (
     ),
     Metric("kvkeep_promotion_bytes_total", _COUNTER, "Payload that came from nvme into ram."),
     Metric("kvkeep_promotion_units", _GAUGE, "Keys whose blocks are on their way into ram."),
+    Metric(
+        "kvkeep_prefetch_keys_total",
+        _COUNTER,
+        "Keys that hints named and that were not in ram. `refused`: too many hints wait; those that"
+        " were planned were brought in the end, or failed, or expired.",
+        (Label("prefetched", tuple(Prefetched)),),
+    ),
+    Metric(
+        "kvkeep_prefetch_foreseen_total",
+        _COUNTER,
+        "Keys that hints brought into ram: used later, or gone from there before. Many that are"
+        " wasted: hints are wrong or too early; `nvme.prefetch` turns them off.",
+        (Label("foreseen", tuple(Foreseen)),),
+    ),
+    Metric("kvkeep_prefetch_queue_bytes", _GAUGE, "Blocks that wait to be brought for hints."),
+    Metric("kvkeep_prefetch_queue_limit_bytes", _GAUGE, "`nvme.prefetch_max`."),
     Metric("kvkeep_nvme_payload_bytes_total", _COUNTER, "Payload that was written, once a block."),
     Metric(
         "kvkeep_nvme_written_bytes_total",

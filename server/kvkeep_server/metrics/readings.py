@@ -10,7 +10,7 @@ from typing import Protocol
 
 from kvkeep_server.core.histogram import Histogram
 from kvkeep_server.core.results import CommitStatus, MissReason, TierId
-from kvkeep_server.metrics.catalog import PoolState, Reading, RowState, value_of
+from kvkeep_server.metrics.catalog import Foreseen, PoolState, Reading, RowState, value_of
 from kvkeep_server.metrics.nvme_readings import nvme_readings
 from kvkeep_server.service.block_service import BlockService
 from kvkeep_server.tiering.nvme_side import LocalTiers
@@ -104,6 +104,7 @@ class Readings:
             *self._commits(),
             *self._tier(self._ram.stats()),
             *nvme_readings(self._nvme, self._service.manager.residency.held[TierId.NVME]),
+            *self._foreseen(),
             *self._index(),
             *self._clients(),
             *self._rpc(),
@@ -165,6 +166,12 @@ class Readings:
         yield Reading("kvkeep_pool_chunks", (), pool.chunks)
         yield Reading("kvkeep_pool_huge_chunks", (), pool.huge_chunks)
         yield Reading("kvkeep_pool_growth_refused", (), int(bool(pool.growth_refused)))
+
+    def _foreseen(self) -> Iterator[Reading]:
+        foresight = self._service.manager.residency.foresight
+        for foreseen in Foreseen:
+            keys = getattr(foresight, foreseen)
+            yield Reading("kvkeep_prefetch_foreseen_total", (foreseen,), keys)
 
     def _index(self) -> Iterator[Reading]:
         residency = self._service.manager.residency

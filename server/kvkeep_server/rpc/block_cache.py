@@ -95,6 +95,10 @@ class BlockCacheServicer(pb_grpc.BlockCacheServicer):
         return pb.AdvanceEpochResponse(namespace_epoch=epoch)
 
     @unary
+    async def Prefetch(self, request: pb.PrefetchRequest, context: Context) -> pb.PrefetchResponse:
+        return self._calls.prefetch(self._session(context), request)
+
+    @unary
     async def Pin(self, request: pb.PinRequest, context: Context) -> pb.PinResponse:
         return self._calls.pin(self._session(context), request)
 
@@ -104,5 +108,4 @@ class BlockCacheServicer(pb_grpc.BlockCacheServicer):
 
     Read = not_served("Read: bytes for clients on other hosts")
     Write = not_served("Write: bytes from clients on other hosts")
-    Prefetch = not_served("Prefetch: hints of what will be read")
     Watch = not_served("Watch: events for routers")

@@ -14,6 +14,7 @@ from kvkeep_server.rpc import convert
 from kvkeep_server.service.block_service import BlockService
 from kvkeep_server.service.sessions import Session
 from kvkeep_server.tiering.manager import Grant, ReadOrder
+from kvkeep_server.tiering.prefetching import PrefetchOrder
 from kvkeep_server.tiering.removal import Removed
 
 
@@ -103,6 +104,13 @@ class BlockCalls:
     ) -> asyncio.Task[NDArray[np.uint8]]:
         """Commit; see `BlockService.begin_commit`. `convert.commit_message` renders its result."""
         return self.service.begin_commit(session, convert.order_of(request))
+
+    def prefetch(self, session: Session, request: pb.PrefetchRequest) -> pb.PrefetchResponse:
+        """Prefetch."""
+        hints = convert.hints_of(request.hints)
+        order = PrefetchOrder(request.deadline_ms / 1000, request.byte_budget, hints)
+        planned = self.service.prefetch(session, request.set_index, request.keys, order)
+        return pb.PrefetchResponse(planned_blocks=planned)
 
     def pin(self, session: Session, request: pb.PinRequest) -> pb.PinResponse:
         """Pin."""

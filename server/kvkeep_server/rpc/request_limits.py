@@ -51,6 +51,7 @@ class RequestLimits:
             "Acquire": keys,
             "Remove": keys,
             "Pin": keys,
+            "Prefetch": keys,
             "Unpin": leases,
             "Release": leases,
             "Renew": leases,

@@ -39,6 +39,7 @@ from kvkeep_server.tiering.manager import (
     ReadOrder,
     TierManager,
 )
+from kvkeep_server.tiering.prefetching import PrefetchOrder
 from kvkeep_server.tiering.removal import Removed
 from kvkeep_server.tiering.retention_pins import Pinned
 
@@ -245,6 +246,15 @@ class BlockService:
         life_s, may_join = leases.life_s(ttl_s), self._set_ids(session).__contains__
         renewed = leases.renew(session.session_id, lease_ids, life_s, may_join)
         return renewed, life_s
+
+    def prefetch(self, session: Session, set_index: int, keys: bytes, order: PrefetchOrder) -> int:
+        """Takes up that these keys will be asked for; how many are to be brought into ram."""
+        opened = self._opened(session, set_index)
+        batch = self._keys(opened, keys)
+        prefetching = self.manager.prefetching
+        if prefetching is None or self.control.hides(opened.namespace_set):
+            return 0
+        return prefetching.plan(opened.spaces, batch, order)
 
     def pin(self, session: Session, set_index: int, keys: bytes, keep_for_s: float) -> Pinned:
         """Keeps the usable prefix for a while; see `RetentionPins.pin`."""

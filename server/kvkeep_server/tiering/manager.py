@@ -20,6 +20,7 @@ from kvkeep_server.core.results import BlockStatus, MissReason, TierId
 from kvkeep_server.tiering.chain import Chain, Needed
 from kvkeep_server.tiering.keyspaces import KeyspaceSet
 from kvkeep_server.tiering.leases import Coming, Lease, Leases
+from kvkeep_server.tiering.prefetching import Prefetching
 from kvkeep_server.tiering.promotion import Flights, Promotion
 from kvkeep_server.tiering.removal import Removal
 from kvkeep_server.tiering.residency import Residency
@@ -246,6 +247,7 @@ class TierManager:
         removal: Takes out by name.
         pins: What clients want kept.
         promotion: Brings blocks into ram; None = all that there is is there.
+        prefetching: Does so ahead of reads; None as well.
     """
 
     def __init__(
@@ -256,8 +258,10 @@ class TierManager:
         removal: Removal,
         pins: RetentionPins,
         promotion: Promotion | None = None,
+        prefetching: Prefetching | None = None,
     ) -> None:
         """See the class."""
+        self.prefetching = prefetching
         self.pins = pins
         self.promotion = promotion
         self.residency = residency

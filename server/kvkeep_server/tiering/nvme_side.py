@@ -16,6 +16,7 @@ from kvkeep_server.tiering.epochs import Epochs
 from kvkeep_server.tiering.keyspaces import KeyspaceBook
 from kvkeep_server.tiering.left_out import LeftOut
 from kvkeep_server.tiering.lineage import deepest_first
+from kvkeep_server.tiering.prefetching import PrefetchFacts, Prefetching
 from kvkeep_server.tiering.promotion import Promotion
 from kvkeep_server.tiering.records import Records
 from kvkeep_server.tiering.recovery import Recovery
@@ -54,12 +55,14 @@ class NvmeFacts:
         settings: Of the tier.
         queue: Of demotion.
         read_threads: That read from it.
+        prefetch: Of hints.
         means: See there.
     """
 
     settings: NvmeSettings
     queue: DemotionLimits
     read_threads: int
+    prefetch: PrefetchFacts
     means: NvmeMeans
 
 
@@ -113,6 +116,9 @@ class NvmeSide:
         )
         self._left_out = LeftOut(columns=residency.columns, demotion=self.demotion)
         self.promotion = Promotion(residency=residency, room=room, nvme=self.tier)
+        self.prefetching = Prefetching(
+            residency=residency, promotion=self.promotion, clock=clock, facts=facts.prefetch
+        )
         self.recovery = Recovery(
             residency=residency,
             room=room,
@@ -140,9 +146,15 @@ class NvmeSide:
             raise
 
     async def run(self) -> None:
-        """Recovers, writes through, syncs, reclaims, and takes out what is lost."""
+        """Recovers, writes through, syncs, reclaims, prefetches, and takes out what is lost."""
         async with asyncio.TaskGroup() as tasks:
-            for work in (self.tier.run(), self.demotion.run(), self._recover(), self._sweep()):
+            for work in (
+                self.tier.run(),
+                self.demotion.run(),
+                self.prefetching.run(),
+                self._recover(),
+                self._sweep(),
+            ):
                 tasks.create_task(work)
 
     async def _recover(self) -> None:

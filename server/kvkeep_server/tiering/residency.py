@@ -121,6 +121,7 @@ class Residency(Arrivals):
         """A request used these units, which differ from each other, in chain order."""
         if len(units):
             now = self._clock.monotonic_s()
+            self.foresight.use(units)
             self.reuse_ages.add(now - self.columns.last_used_s(units))
             self._use(units, now)
             self._policy.touch(units[self.columns.in_ram[units]], hints, now)
@@ -303,8 +304,7 @@ class Residency(Arrivals):
 
     def slot_nbytes_of(self, blocks: I64) -> I64:
         """Bytes of the slot that each block takes in ram, or would."""
-        sizes = self._sizes[self.columns.keyspace[blocks]]
-        return -(-sizes // PAGE_NBYTES) * PAGE_NBYTES
+        return -(-self.sizes_of(blocks) // PAGE_NBYTES) * PAGE_NBYTES
 
     def kept(self, units: I64) -> NDArray[np.bool_]:
         """Which units somebody wants kept."""

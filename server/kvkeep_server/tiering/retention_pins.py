@@ -132,7 +132,8 @@ class RetentionPins:
         units = np.concatenate([own, *others])
         if not len(units):
             return Pinned(0, 0, 0.0)
-        sizes = self._sizes(units)
+        # What its blocks take in ram, or would.
+        sizes = self._residency.columns.summed(units, self._residency.slot_nbytes_of)
         new = [place for place, unit in enumerate(units.tolist()) if unit not in self._kept]
         self._check_room(int(sizes[new].sum()))
         pin_id = 0
@@ -165,15 +166,6 @@ class RetentionPins:
             next_s = self._due[0][0] - self._clock.monotonic_s() if self._due else 0.0
             retry_after_s = min(60.0, max(1.0, next_s))
             raise ResourceExhaustedError(f"{msg}; unpin some, or raise it", retry_after_s)
-
-    def _sizes(self, units: I64) -> I64:
-        """Bytes of the slots that the blocks of each unit take in ram, or would."""
-        columns = self._residency.columns
-        blocks = columns.blocks_of(units)
-        slots = self._residency.slot_nbytes_of(blocks)
-        order = np.argsort(units)
-        place = order[np.searchsorted(units[order], columns.unit_of(blocks))]
-        return np.bincount(place, weights=slots, minlength=len(units)).astype(np.int64)
 
     def unpin(self, pin_ids: Iterable[int], may_unpin: Callable[[bytes], bool]) -> int:
         """Ends pins; how many of them held.
