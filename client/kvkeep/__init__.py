@@ -29,6 +29,7 @@ from kvkeep.results import (
     CommitStatus,
     Lookup,
     MissReason,
+    Pin,
     RemovalResult,
     RemovalStatus,
 )
@@ -60,6 +61,7 @@ __all__ = [
     "Namespace",
     "NamespaceSpec",
     "NotSupportedError",
+    "Pin",
     "RemovalResult",
     "RemovalStatus",
     "ResourceExhaustedError",

@@ -63,9 +63,17 @@ class Client:
         _clients.add(self)
 
     def _open_session(self) -> Session:
-        session = Session(self._settings)
+        session = Session(
+            self._settings, on_over=lambda: self._keeper.later(self._open_present_epochs)
+        )
         session.open()
         return session
+
+    def _open_present_epochs(self) -> None:
+        with self._namespaces_lock:
+            namespaces = list(self._namespaces)
+        for namespace in namespaces:
+            namespace.open_present_epoch()
 
     def _open_namespaces(self, session: Session) -> None:
         with self._namespaces_lock:

@@ -24,6 +24,7 @@ from kvkeep.results import (
 from kvkeep.shared_index import Words
 from kvkeep.spec import U64_MAX, GroupKind, Hints, check_number, check_seconds, deadline_of, invalid
 from kvkeep.store import Pipeline, Store
+from kvkeep.upkeep import Upkeep
 from kvkeep.v1 import block_cache_pb2 as pb
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ _READ = _NO_HINTS.touch_fields(blocks_read=True)
 _log = logging.getLogger("kvkeep")
 
 
-class Namespace:
+class Namespace(Upkeep):
     """Made by `Client.open_namespace`. Any thread may call.
 
     It outlives the daemon's restarts: handles are renewed when the client has attached again.
@@ -69,6 +70,8 @@ class Namespace:
         self._optimistic_reads = optimistic_reads
         self._opening = threading.Lock()
         self._opened: Opened | None = None
+        # Never an earlier one, also of a daemon that has forgotten it.
+        self._epoch = spec.namespace_epoch
         self._refusal: KVKeepError | None = None
 
     def open_in(self, session: Session) -> None:
@@ -79,12 +82,14 @@ class Namespace:
         """
         request = open_request(self.spec, self._local_ranks)
         with self._opening:
+            request.spec.namespace_epoch = self._epoch
             try:
                 response = session.transport.open_namespace(request, self._timeout_s)
             except KVKeepError as error:
                 self._refusal = error
                 raise
             self._opened = Opened(session, self.spec, response)
+            self._epoch = max(self._epoch, response.namespace_epoch)
             self._refusal = None
 
     def reopen_in(self, session: Session) -> None:
@@ -99,6 +104,12 @@ class Namespace:
         except KVKeepError as error:
             _log.warning("namespace refused", extra={"reason": str(error)})
 
+    def open_present_epoch(self) -> None:
+        """As `reopen_in`, if the epoch that is open is over."""
+        opened = self._opened
+        if opened is not None and opened.over and opened.session.alive:
+            self.reopen_in(opened.session)
+
     def after_fork_in_child(self) -> None:
         """The lock may be held by a thread that the child does not have."""
         self._opening = threading.Lock()
@@ -107,6 +118,14 @@ class Namespace:
     def set_id(self) -> bytes:
         """The identity of the namespace set, 16 bytes. Errors: UnavailableError."""
         return self._require().set_id
+
+    @property
+    def namespace_epoch(self) -> int:
+        """The epoch that is open: that of the specification, or a later one.
+
+        Errors: UnavailableError.
+        """
+        return self._require().namespace_epoch
 
     @property
     def near_misses(self) -> list[tuple[bytes, tuple[str, ...]]]:
@@ -131,6 +150,9 @@ class Namespace:
                 raise self._refusal
             self._keeper.require()
             raise UnavailableError("the namespace is not open in this session yet")
+        if opened.over:
+            self.open_in(opened.session)
+            return self._opened or opened
         return opened
 
     def lookup(self, keys: Keys, *, hints: Hints | None = None) -> Lookup:
@@ -143,7 +165,7 @@ class Namespace:
         key_nbytes = self.spec.key_nbytes
         words = Words(pack_keys(keys, key_nbytes), key_nbytes)
         opened = self._live()
-        if opened is None:
+        if opened is None or opened.hidden:
             return NOTHING_FOUND
         if not words.count:
             return Lookup(0, 0, opened.answers)
@@ -231,7 +253,7 @@ class Namespace:
             raise invalid("group", group, f"0 to {len(self.spec.groups) - 1}", fix)
         into = targets_of(buffers, words.count, group_spec.block_nbytes)
         opened = self._live()
-        if opened is None or not words.count:
+        if opened is None or opened.hidden or not words.count:
             return 0
         opened.checked_group(group)
         rank = opened.rank_or_only(rank)

@@ -37,6 +37,7 @@ class Opened:
         session: Whose handles these are.
         set_index: Handle of the namespace set.
         set_id: 16 bytes, the identity.
+        namespace_epoch: That this is open in.
         ranks: Flat ranks whose shards lie on this host.
         full_groups: Indexes of the FULL groups.
         rules: Those of the WINDOW and STATE groups, by index.
@@ -52,7 +53,10 @@ class Opened:
         self.set_index = response.set_index
         self.set_id = response.set_id
         self.ranks = tuple(one.rank for one in response.ranks)
+        self.namespace_epoch = response.namespace_epoch
         self.limits = response.limits
+        # An event that came already is newer than this answer.
+        session.modes.setdefault(response.set_index, response.mode)
         self.near_misses = [
             (near.set_id, tuple(near.differing_fields)) for near in response.near_misses
         ]
@@ -217,6 +221,16 @@ class Opened:
         generations_of = partial(generations_at, self.session.chunks)
         seed = self._seed(table, rank, group)
         return table.find_rows(seed, words, words.count, generations_of)
+
+    @property
+    def over(self) -> bool:
+        """Whether its epoch is: it is to be opened again."""
+        return self.set_index in self.session.over
+
+    @property
+    def hidden(self) -> bool:
+        """Whether nothing is to be found here, whatever the shared index says."""
+        return self.session.hides(self.set_index)
 
     @property
     def answers(self) -> bool:

@@ -33,6 +33,8 @@ class CommitStatus(IntEnum):
     REFUSED_COLLISION = 6
     REFUSED_ORPHAN = 7
     FAILED = 8
+    REFUSED_READ_ONLY = 9
+    REFUSED_EPOCH = 10
 
 
 class RemovalStatus(IntEnum):
@@ -76,6 +78,7 @@ class MissReason(IntEnum):
     TIER_DOWN = 9
     NAMESPACE_MISMATCH = 10
     NO_ROOM = 11
+    BYPASSED = 12
 
 
 class Lookup(NamedTuple):
@@ -86,7 +89,8 @@ class Lookup(NamedTuple):
             the WINDOW and EXACT STATE groups need there.
         tokens: The same in tokens.
         complete: The answer covers everything that this host stores. False when there is no
-            session with the daemon, and for what the shared index cannot say.
+            session with the daemon, when the namespace is bypassed, and for what the shared index
+            cannot say.
         replay_tokens: Of `tokens`, the last ones that can be used only when a missing REPLAYABLE
             STATE is replayed.
         groups: For each group of the specification, the leading keys that it alone would allow, of
@@ -118,6 +122,22 @@ class CommitResult:
     stored: int
     already_stored: int
     refused: int
+
+
+class Pin(NamedTuple):
+    """Blocks that are kept for a while.
+
+    Attributes:
+        pin_id: What names it, in any process; 0 = there was nothing to keep.
+        blocks: Leading keys that are kept.
+        keep_for_s: How long, in seconds from when it was given.
+        budget_left_nbytes: What may be pinned still, by anyone.
+    """
+
+    pin_id: int
+    blocks: int
+    keep_for_s: int
+    budget_left_nbytes: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,11 +17,12 @@ from kvkeep.shared_index import IndexTable
 from kvkeep.shared_memory import LAYOUT_VERSION, Chunk, RegionError, TouchRing, map_region
 from kvkeep.staging import Staging
 from kvkeep.transport import AttachStream, Transport
+from kvkeep.v1 import block_cache_pb2 as pb
 from kvkeep.v1.session_pb2 import FdDescription, FdKind, SideHello
 from kvkeep.waking import Bell
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
     from kvkeep.v1.block_cache_pb2 import AttachEvent
@@ -63,18 +64,25 @@ class Session:
         staging: This session's; None after the end.
         touch_ring: This session's.
         transport: For calls.
+        modes: Of the namespace sets that are open, as far as the daemon told.
+        over: Handles of namespace sets whose epoch is over.
     """
 
     server_epoch: int
     touch_ring: TouchRing
     transport: Transport
 
-    def __init__(self, settings: SessionSettings) -> None:
-        """Does nothing yet: see `open`."""
+    def __init__(
+        self, settings: SessionSettings, *, on_over: Callable[[], None] = lambda: None
+    ) -> None:
+        """Does nothing yet: see `open`. `on_over` runs in any thread when `over` grows."""
         self.alive = False
         self.draining = False
         self.chunks: Mapping[int, Chunk] = {}
         self.staging: Staging | None = None
+        self.modes: dict[int, pb.NamespaceMode.ValueType] = {}
+        self.over: set[int] = set()
+        self._on_over = on_over
         self._settings = settings
         self._tables: list[IndexTable] = []
         self._socket = FdSocket(settings.runtime_dir / FD_SOCKET_NAME)
@@ -159,6 +167,21 @@ class Session:
         if event.HasField("draining"):
             self.draining = True
             _log.info("daemon is draining", extra={"grace_ms": event.draining.grace_ms})
+        elif event.HasField("namespace_mode_changed"):
+            changed = event.namespace_mode_changed
+            self.modes[changed.set_index] = changed.mode
+        elif event.HasField("namespace_epoch_changed"):
+            self.end_epoch(event.namespace_epoch_changed.set_index)
+
+    def end_epoch(self, set_index: int) -> None:
+        """From now on nothing is found by this handle; somebody opens the set again."""
+        self.over.add(set_index)
+        self._on_over()
+
+    def hides(self, set_index: int) -> bool:
+        """Whether nothing of this namespace set is to be found, whatever the shared index says."""
+        bypassed = self.modes.get(set_index) == pb.NAMESPACE_MODE_BYPASS
+        return bypassed or set_index in self.over
 
     def fileno(self) -> int:
         """Of the fd socket, for polling."""

@@ -19,9 +19,9 @@ KEY_NBYTES_MIN: Final = 16
 KEY_NBYTES_MAX: Final = 64
 GROUPS_MAX: Final = 16
 SESSION_ID_NBYTES_MAX: Final = 64
-_U32_MAX: Final = 2**32 - 1
+U32_MAX: Final = 2**32 - 1
 U64_MAX: Final = 2**64 - 1
-SECONDS_MAX: Final = _U32_MAX / 1000
+SECONDS_MAX: Final = U32_MAX / 1000
 _GROUP_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
@@ -132,9 +132,9 @@ class Group:
         if not isinstance(self.name, str) or not _GROUP_NAME.fullmatch(self.name):
             allowed = "1 to 64 characters of [A-Za-z0-9_.-]"
             raise invalid("groups.name", self.name, allowed, "give the group a short plain name")
-        check_number(f"{field}.tokens_per_block", self.tokens_per_block, 1, _U32_MAX)
+        check_number(f"{field}.tokens_per_block", self.tokens_per_block, 1, U32_MAX)
         check_number(f"{field}.block_nbytes", self.block_nbytes, 1, U64_MAX)
-        check_number(f"{field}.window_tokens", self.window_tokens, 0, _U32_MAX)
+        check_number(f"{field}.window_tokens", self.window_tokens, 0, U32_MAX)
         if not isinstance(self.kind, GroupKind):
             raise invalid(f"{field}.kind", self.kind, "a GroupKind", _FIX_GROUP)
         if not isinstance(self.state_mode, StateMode):
@@ -221,7 +221,7 @@ class NamespaceSpec:
         if not isinstance(self.replicated, bool):
             raise invalid("replicated", self.replicated, "True or False", "give a bool")
         for name in ("tp_size", "pp_size", "dp_size", "cp_size"):
-            check_number(name, getattr(self, name), 1, _U32_MAX)
+            check_number(name, getattr(self, name), 1, U32_MAX)
         check_number("namespace_epoch", self.namespace_epoch, 0, U64_MAX)
         self._validate_groups()
 
@@ -266,7 +266,7 @@ class Hints:
 
     def __post_init__(self) -> None:
         """Errors: InvalidArgumentError."""
-        check_number("hints.output_tokens", self.output_tokens, 0, _U32_MAX)
+        check_number("hints.output_tokens", self.output_tokens, 0, U32_MAX)
         check_number("hints.engine_hit_tokens", self.engine_hit_tokens, 0, U64_MAX)
         _check_bytes("hints.session_id", self.session_id, SESSION_ID_NBYTES_MAX)
         check_number("hints.stop_reason", self.stop_reason, 0, max(StopReason))

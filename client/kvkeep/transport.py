@@ -6,7 +6,7 @@ The only module that imports grpc.
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import kvkeep.forking  # noqa: F401 - chooses gRPC's poller
 
@@ -27,17 +27,25 @@ from kvkeep.v1.admin_pb2_grpc import AdminStub
 from kvkeep.v1.block_cache_pb2 import (
     AcquireRequest,
     AcquireResponse,
+    AdvanceEpochRequest,
+    AdvanceEpochResponse,
     AttachEvent,
     AttachRequest,
     CommitRequest,
     CommitResponse,
     OpenNamespaceRequest,
     OpenNamespaceResponse,
+    PinRequest,
+    PinResponse,
+    PrefetchRequest,
+    PrefetchResponse,
     ReleaseRequest,
     RemoveRequest,
     RemoveResponse,
     RenewRequest,
     RenewResponse,
+    UnpinRequest,
+    UnpinResponse,
 )
 from kvkeep.v1.block_cache_pb2_grpc import BlockCacheStub
 from kvkeep.v1.session_pb2 import CallMethod
@@ -50,6 +58,7 @@ if TYPE_CHECKING:
 
     from kvkeep.call_socket import CallSocket
 
+Response = TypeVar("Response")
 # Room for the answer to limits.keys_max keys of a few ranks and groups: 16 bytes a block of each.
 MESSAGE_NBYTES_MAX: Final = 64 * 1024 * 1024
 _FIRST_HEARTBEAT_S: Final = 0.5
@@ -206,13 +215,35 @@ class Transport:
 
     def stats(self, timeout_s: float) -> StatsResponse:
         """Admin.Stats."""
+        return self._on_grpc(self._admin.Stats, StatsRequest(), timeout_s, "Stats")
+
+    def advance_epoch(self, request: AdvanceEpochRequest, timeout_s: float) -> AdvanceEpochResponse:
+        """AdvanceEpoch."""
+        return self._on_grpc(self._stub.AdvanceEpoch, request, timeout_s, "AdvanceEpoch")
+
+    def prefetch(self, request: PrefetchRequest, timeout_s: float) -> PrefetchResponse:
+        """Prefetch."""
+        return self._on_grpc(self._stub.Prefetch, request, timeout_s, "Prefetch")
+
+    def pin(self, request: PinRequest, timeout_s: float) -> PinResponse:
+        """Pin."""
+        return self._on_grpc(self._stub.Pin, request, timeout_s, "Pin")
+
+    def unpin(self, request: UnpinRequest, timeout_s: float) -> UnpinResponse:
+        """Unpin."""
+        return self._on_grpc(self._stub.Unpin, request, timeout_s, "Unpin")
+
+    def _on_grpc(
+        self, call: Callable[..., Response], request: Message, timeout_s: float, what: str
+    ) -> Response:
+        """A call that is made too seldom for the call socket."""
         try:
-            return self._admin.Stats(StatsRequest(), timeout=timeout_s, metadata=self._metadata)
+            return call(request, timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
-            raise _call_failed(error, "Stats") from error
+            raise _call_failed(error, what) from error
         except ValueError as error:
             # grpc says so when the channel is closed.
-            raise SessionLostError("Stats: the session was closed") from error
+            raise SessionLostError(f"{what}: the session was closed") from error
 
     def attach(self, beats: Iterator[AttachRequest]) -> Iterator[AttachEvent]:
         """The event stream. Errors: ValueError when the channel is closed."""

@@ -22,6 +22,7 @@ from kvkeep_server.config.parts import (
     metric_facts,
     namespace_limits,
     nvme_facts,
+    pin_limits,
     pool_settings,
     session_limits,
 )
@@ -37,10 +38,9 @@ from kvkeep_server.core.process import (
     import_ahead,
     raise_descriptor_limit,
 )
-from kvkeep_server.core.settings_kinds import listen_address
 from kvkeep_server.core.stopping import Stopping
 from kvkeep_server.index.table import IndexTable
-from kvkeep_server.metrics.endpoint import Endpoint
+from kvkeep_server.metrics.endpoint import scraped_at
 from kvkeep_server.metrics.readings import Readings
 from kvkeep_server.policies.registry import admission_policy, eviction_policy
 from kvkeep_server.rpc.admin import AdminServicer
@@ -56,12 +56,14 @@ from kvkeep_server.service.namespaces import Namespaces
 from kvkeep_server.service.session_memory import FdKind, FdOffer, SessionMemory
 from kvkeep_server.service.sessions import Session, Sessions
 from kvkeep_server.tiering.commits import Commits
+from kvkeep_server.tiering.epochs import Epochs
 from kvkeep_server.tiering.leases import Leases
 from kvkeep_server.tiering.manager import TierManager
 from kvkeep_server.tiering.nvme_side import LocalTiers, NvmeMeans, NvmeSide
 from kvkeep_server.tiering.rebuild import TableSettings
 from kvkeep_server.tiering.removal import Removal
 from kvkeep_server.tiering.residency import Residency
+from kvkeep_server.tiering.retention_pins import RetentionPins
 from kvkeep_server.tiering.room import RoomMaker
 from kvkeep_server.tiering.transfers import Transfers
 from kvkeep_server.tiers.nvme.files import DiskFiles, Files
@@ -135,6 +137,9 @@ def build_core(
         settings=TableSettings(server_epoch, settings.index.rows_initial, settings.index.load_max),
     )
     leases = Leases(residency=residency, clock=clock, source=source, limits=lease_limits(settings))
+    limits = pin_limits(settings)
+    pins = RetentionPins(residency=residency, clock=clock, source=source, limits=limits)
+    residency.retainer = pins
     memory = SessionMemory(
         touch_records=settings.sessions.touch_records,
         offers=partial(_offers, residency, pool),
@@ -149,16 +154,18 @@ def build_core(
         memory=memory,
         on_end=lambda session: wiring.on_session_end(leases, session),
     )
-    numbers = KeyspaceNumbers(residency.add_keyspace)
-    limits = namespace_limits(settings, ram.block_nbytes_max)
+    epochs = Epochs()
+    numbers = KeyspaceNumbers(residency.add_keyspace, epochs.is_over)
     room = RoomMaker(ram=ram, residency=residency, publish_table=wiring.on_table)
     facts = nvme_facts(settings, server_epoch, NvmeMeans(files(), clock, source))
-    nvme = NvmeSide(facts, residency, ram, room, numbers) if facts else None
+    nvme = NvmeSide(facts, residency, ram, room, numbers, epochs) if facts else None
     service = BlockService(
         limits=ServiceLimits(settings.limits.keys_max, settings.limits.commits_running_max),
-        namespaces=Namespaces(limits=limits, numbers=numbers),
+        namespaces=Namespaces(
+            limits=namespace_limits(settings, ram.block_nbytes_max), numbers=numbers, epochs=epochs
+        ),
         sessions=sessions,
-        manager=_manager(residency, leases, room, nvme),
+        manager=_manager(residency, leases, room, pins, nvme),
         commits=_commits(settings, residency, room, transfers, nvme),
         clock=clock,
     )
@@ -279,7 +286,7 @@ class Daemon:
         # One pool for all that blocks; asyncio's own would be as large as the host.
         asyncio.get_running_loop().set_default_executor(core.executor)
         server, handover, readings = self._front(core, directory)
-        scraped = _scraped(self._settings.metrics.listen, readings, self._clock)
+        scraped = scraped_at(self._settings.metrics.listen, readings, self._clock)
         try:
             await server.start(directory / SOCKET_NAME, self._settings.server.socket_mode)
             handover.start()
@@ -385,13 +392,19 @@ def _commits(
 
 
 def _manager(
-    residency: Residency, leases: Leases, room: RoomMaker, nvme: NvmeSide | None
+    residency: Residency,
+    leases: Leases,
+    room: RoomMaker,
+    pins: RetentionPins,
+    nvme: NvmeSide | None,
 ) -> TierManager:
-    if nvme is None:
-        removal = Removal(residency=residency, room=room)
-        return TierManager(residency=residency, leases=leases, removal=removal)
     return TierManager(
-        residency=residency, leases=leases, removal=nvme.removal, promotion=nvme.promotion
+        residency=residency,
+        leases=leases,
+        removal=nvme.removal if nvme else Removal(residency=residency, room=room),
+        pins=pins,
+        promotion=nvme.promotion if nvme else None,
+        prefetching=nvme.prefetching if nvme else None,
     )
 
 
@@ -409,7 +422,7 @@ async def _nvme_at_work(
         yield
         return
     try:
-        await nvme.tier.start()
+        await nvme.start()
     except OSError as error:
         msg = f"nvme.directories: {error}; make it readable and writable, or name another"
         raise FailedPreconditionError(msg) from error
@@ -447,26 +460,6 @@ def _stop_when_broken(work: asyncio.Task[None]) -> None:
     if not work.cancelled():
         _log.critical("nvme: broken", exc_info=work.exception())
         signal.raise_signal(signal.SIGTERM)
-
-
-def _scraped(listen: str, readings: Readings, clock: Clock) -> contextlib.ExitStack:
-    """The metrics endpoint, started if there is to be one; close what is returned.
-
-    Raises:
-        FailedPreconditionError: It cannot listen there.
-    """
-    ending = contextlib.ExitStack()
-    if listen:
-        host, port = listen_address(listen)
-        endpoint = Endpoint(host=host, port=port, readings=readings, clock=clock)
-        try:
-            endpoint.start()
-        except OSError as error:
-            msg = f"metrics.listen is {listen}: {error.strerror}; name another address or port"
-            raise FailedPreconditionError(msg) from error
-        _log.info("metrics", extra={"host": endpoint.address[0], "port": endpoint.address[1]})
-        ending.callback(endpoint.close)
-    return ending
 
 
 def _unlink_sockets(directory: Path) -> None:

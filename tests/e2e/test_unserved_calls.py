@@ -19,8 +19,12 @@ SERVED = {
         "Renew",
         "Commit",
         "Remove",
+        "AdvanceEpoch",
+        "Prefetch",
+        "Pin",
+        "Unpin",
     },
-    "Admin": {"Stats", "ListNamespaces", "Check"},
+    "Admin": {"Stats", "ListNamespaces", "SetNamespaceMode", "Check"},
 }
 MODULES = {
     "BlockCache": (block_cache_pb2, block_cache_pb2_grpc.BlockCacheStub),

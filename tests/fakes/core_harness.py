@@ -140,7 +140,7 @@ class Harness:
             self.run(self._start_nvme())
 
     async def _start_nvme(self) -> None:
-        await self.core.nvme.tier.start()
+        await self.core.nvme.start()
         self.work = asyncio.create_task(self.core.nvme.run())
 
     async def _stop_nvme(self) -> None:
@@ -163,6 +163,7 @@ class Harness:
 
     def close(self) -> None:
         """Gives back all memory and descriptors, so that thousands of these fit one process."""
+        self.run(self.core.service.control.finish())
         if self.work is not None:
             self.run(self._stop_nvme())
         self.core.close()

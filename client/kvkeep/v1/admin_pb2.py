@@ -23,17 +23,19 @@ _sym_db = _symbol_database.Default()
 
 
 from kvkeep.v1 import block_cache_pb2 as kvkeep_dot_v1_dot_block__cache__pb2
+try:
+  kvkeep_dot_v1_dot_namespace__pb2 = kvkeep_dot_v1_dot_block__cache__pb2.kvkeep_dot_v1_dot_namespace__pb2
+except AttributeError:
+  kvkeep_dot_v1_dot_namespace__pb2 = kvkeep_dot_v1_dot_block__cache__pb2.kvkeep.v1.namespace_pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvkeep/v1/admin.proto\x12\tkvkeep.v1\x1a\x1bkvkeep/v1/block_cache.proto\"\x0e\n\x0cStatsRequest\"\xcf\x01\n\tPoolStats\x12\x14\n\x0climit_nbytes\x18\x01 \x01(\x04\x12\x14\n\x0c\x63hunk_nbytes\x18\x02 \x01(\x04\x12\x18\n\x10slot_nbytes_used\x18\x03 \x01(\x04\x12\x18\n\x10slot_nbytes_free\x18\x04 \x01(\x04\x12\x16\n\x0epayload_nbytes\x18\x05 \x01(\x04\x12\x15\n\rleased_nbytes\x18\x06 \x01(\x04\x12\x0e\n\x06\x63hunks\x18\x07 \x01(\r\x12\x13\n\x0bhuge_chunks\x18\x08 \x01(\r\x12\x0e\n\x06\x62locks\x18\t \x01(\x04\"\xdb\x01\n\tNvmeStats\x12\x14\n\x0climit_nbytes\x18\x01 \x01(\x04\x12\x13\n\x0bused_nbytes\x18\x02 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x03 \x01(\x04\x12\x16\n\x0epayload_nbytes\x18\x04 \x01(\x04\x12\x18\n\x10\x62locks_hit_total\x18\x05 \x01(\x04\x12\x1c\n\x14\x62locks_dropped_total\x18\x06 \x01(\x04\x12\x15\n\rqueued_blocks\x18\x07 \x01(\x04\x12\x12\n\nrecovering\x18\x08 \x01(\x08\x12\x18\n\x10sick_directories\x18\t \x01(\r\"B\n\tMissCount\x12%\n\x06reason\x18\x01 \x01(\x0e\x32\x15.kvkeep.v1.MissReason\x12\x0e\n\x06\x62locks\x18\x02 \x01(\x04\"^\n\nIndexStats\x12\x0c\n\x04rows\x18\x01 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x02 \x01(\x04\x12\x10\n\x08rebuilds\x18\x04 \x01(\x04\x12\x0e\n\x06nbytes\x18\x05 \x01(\x04J\x04\x08\x03\x10\x04R\ntombstones\"\xa8\x06\n\rStatsResponse\x12\x14\n\x0cserver_epoch\x18\x01 \x01(\x04\x12\x11\n\tuptime_ms\x18\x02 \x01(\x04\x12\"\n\x04pool\x18\x03 \x01(\x0b\x32\x14.kvkeep.v1.PoolStats\x12$\n\x05index\x18\x04 \x01(\x0b\x32\x15.kvkeep.v1.IndexStats\x12\x10\n\x08sessions\x18\x05 \x01(\r\x12\x0e\n\x06leases\x18\x06 \x01(\r\x12\x1a\n\x12\x62locks_asked_total\x18\x07 \x01(\x04\x12\x18\n\x10\x62locks_hit_total\x18\x08 \x01(\x04\x12\x1b\n\x13\x62locks_missed_total\x18\t \x01(\x04\x12\x15\n\rlookups_total\x18\n \x01(\x04\x12\x16\n\x0e\x61\x63quires_total\x18\x0b \x01(\x04\x12\x15\n\rcommits_total\x18\x0c \x01(\x04\x12\x1b\n\x13\x62locks_stored_total\x18\r \x01(\x04\x12#\n\x1b\x62locks_already_stored_total\x18\x0e \x01(\x04\x12\x1c\n\x14\x62locks_refused_total\x18\x0f \x01(\x04\x12\x1b\n\x13\x62locks_failed_total\x18\x10 \x01(\x04\x12\x1c\n\x14\x62locks_evicted_total\x18\x11 \x01(\x04\x12\x1c\n\x14leases_expired_total\x18\x12 \x01(\x04\x12\x1c\n\x14sessions_ended_total\x18\x13 \x01(\x04\x12 \n\x18touch_records_lost_total\x18\x14 \x01(\x04\x12#\n\x1btouch_records_invalid_total\x18\x15 \x01(\x04\x12\x1a\n\x12\x62ytes_stored_total\x18\x16 \x01(\x04\x12\x18\n\x10\x63ollisions_total\x18\x17 \x01(\x04\x12\x0f\n\x07version\x18\x18 \x01(\t\x12\x1c\n\x14\x62locks_removed_total\x18\x19 \x01(\x04\x12\x1c\n\x14\x62locks_corrupt_total\x18\x1a \x01(\x04\x12$\n\x06misses\x18\x1b \x03(\x0b\x32\x14.kvkeep.v1.MissCount\x12\"\n\x04nvme\x18\x1c \x01(\x0b\x32\x14.kvkeep.v1.NvmeStats\">\n\x15ListNamespacesRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\"\xa6\x01\n\rNamespaceInfo\x12\x0e\n\x06set_id\x18\x01 \x01(\x0c\x12&\n\x04spec\x18\x02 \x01(\x0b\x32\x18.kvkeep.v1.NamespaceSpec\x12\r\n\x05ranks\x18\x03 \x03(\r\x12\x0e\n\x06\x62locks\x18\x04 \x01(\x04\x12\x16\n\x0epayload_nbytes\x18\x05 \x01(\x04\x12&\n\x04mode\x18\x06 \x01(\x0e\x32\x18.kvkeep.v1.NamespaceMode\"_\n\x16ListNamespacesResponse\x12,\n\nnamespaces\x18\x01 \x03(\x0b\x32\x18.kvkeep.v1.NamespaceInfo\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"Q\n\x17SetNamespaceModeRequest\x12\x0e\n\x06set_id\x18\x01 \x01(\x0c\x12&\n\x04mode\x18\x02 \x01(\x0e\x32\x18.kvkeep.v1.NamespaceMode\"F\n\x18SetNamespaceModeResponse\x12*\n\x08previous\x18\x01 \x01(\x0e\x32\x18.kvkeep.v1.NamespaceMode\".\n\x0e\x45xplainRequest\x12\x0e\n\x06set_id\x18\x01 \x01(\x0c\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\"y\n\x0e\x45xplainedBlock\x12\x1f\n\x04tier\x18\x01 \x01(\x0e\x32\x11.kvkeep.v1.TierId\x12%\n\x06reason\x18\x02 \x01(\x0e\x32\x15.kvkeep.v1.MissReason\x12\r\n\x05\x61ge_s\x18\x03 \x01(\x04\x12\x10\n\x08sentence\x18\x04 \x01(\t\"f\n\x0f\x45xplainResponse\x12)\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x19.kvkeep.v1.ExplainedBlock\x12(\n\x0bnear_misses\x18\x02 \x03(\x0b\x32\x13.kvkeep.v1.NearMiss\"M\n\x0cPurgeRequest\x12\x10\n\x06set_id\x18\x01 \x01(\x0cH\x00\x12\x10\n\x06tenant\x18\x02 \x01(\tH\x00\x12\x0f\n\x07\x64ry_run\x18\x03 \x01(\x08\x42\x08\n\x06target\"/\n\rPurgeResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x04\x12\x0e\n\x06nbytes\x18\x02 \x01(\x04\"V\n\x0fSetQuotaRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x1f\n\x04tier\x18\x02 \x01(\x0e\x32\x11.kvkeep.v1.TierId\x12\x12\n\nnbytes_max\x18\x03 \x01(\x04\"D\n\x10SetQuotaResponse\x12\x1b\n\x13previous_nbytes_max\x18\x01 \x01(\x04\x12\x13\n\x0bused_nbytes\x18\x02 \x01(\x04\"\"\n\x0c\x44rainRequest\x12\x12\n\ntimeout_ms\x18\x01 \x01(\r\"\'\n\rDrainResponse\x12\x16\n\x0e\x66lushed_blocks\x18\x01 \x01(\x04\"`\n\x0c\x43heckRequest\x12\x18\n\x10verify_checksums\x18\x01 \x01(\x08\x12\x19\n\x11verify_nbytes_max\x18\x02 \x01(\x04\x12\x1b\n\x13verify_nbytes_per_s\x18\x03 \x01(\x04\"\xc0\x01\n\rCheckResponse\x12\n\n\x02ok\x18\x01 \x01(\x08\x12\x10\n\x08\x66indings\x18\x02 \x03(\t\x12\x16\n\x0e\x62locks_checked\x18\x03 \x01(\x04\x12\x17\n\x0fnbytes_verified\x18\x04 \x01(\x04\x12\x17\n\x0f\x62locks_verified\x18\x05 \x01(\x04\x12\x16\n\x0e\x62locks_corrupt\x18\x06 \x01(\x04\x12\x16\n\x0e\x62locks_removed\x18\x07 \x01(\x04\x12\x17\n\x0flongest_step_us\x18\x08 \x01(\x04*\x83\x01\n\rNamespaceMode\x12\x1e\n\x1aNAMESPACE_MODE_UNSPECIFIED\x10\x00\x12\x19\n\x15NAMESPACE_MODE_NORMAL\x10\x01\x12\x1c\n\x18NAMESPACE_MODE_READ_ONLY\x10\x02\x12\x19\n\x15NAMESPACE_MODE_BYPASS\x10\x03\x32\xb2\x04\n\x05\x41\x64min\x12:\n\x05Stats\x12\x17.kvkeep.v1.StatsRequest\x1a\x18.kvkeep.v1.StatsResponse\x12U\n\x0eListNamespaces\x12 .kvkeep.v1.ListNamespacesRequest\x1a!.kvkeep.v1.ListNamespacesResponse\x12[\n\x10SetNamespaceMode\x12\".kvkeep.v1.SetNamespaceModeRequest\x1a#.kvkeep.v1.SetNamespaceModeResponse\x12@\n\x07\x45xplain\x12\x19.kvkeep.v1.ExplainRequest\x1a\x1a.kvkeep.v1.ExplainResponse\x12:\n\x05Purge\x12\x17.kvkeep.v1.PurgeRequest\x1a\x18.kvkeep.v1.PurgeResponse\x12\x43\n\x08SetQuota\x12\x1a.kvkeep.v1.SetQuotaRequest\x1a\x1b.kvkeep.v1.SetQuotaResponse\x12:\n\x05\x44rain\x12\x17.kvkeep.v1.DrainRequest\x1a\x18.kvkeep.v1.DrainResponse\x12:\n\x05\x43heck\x12\x17.kvkeep.v1.CheckRequest\x1a\x18.kvkeep.v1.CheckResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvkeep/v1/admin.proto\x12\tkvkeep.v1\x1a\x1bkvkeep/v1/block_cache.proto\"\x0e\n\x0cStatsRequest\"\xcf\x01\n\tPoolStats\x12\x14\n\x0climit_nbytes\x18\x01 \x01(\x04\x12\x14\n\x0c\x63hunk_nbytes\x18\x02 \x01(\x04\x12\x18\n\x10slot_nbytes_used\x18\x03 \x01(\x04\x12\x18\n\x10slot_nbytes_free\x18\x04 \x01(\x04\x12\x16\n\x0epayload_nbytes\x18\x05 \x01(\x04\x12\x15\n\rleased_nbytes\x18\x06 \x01(\x04\x12\x0e\n\x06\x63hunks\x18\x07 \x01(\r\x12\x13\n\x0bhuge_chunks\x18\x08 \x01(\r\x12\x0e\n\x06\x62locks\x18\t \x01(\x04\"\xdb\x01\n\tNvmeStats\x12\x14\n\x0climit_nbytes\x18\x01 \x01(\x04\x12\x13\n\x0bused_nbytes\x18\x02 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x03 \x01(\x04\x12\x16\n\x0epayload_nbytes\x18\x04 \x01(\x04\x12\x18\n\x10\x62locks_hit_total\x18\x05 \x01(\x04\x12\x1c\n\x14\x62locks_dropped_total\x18\x06 \x01(\x04\x12\x15\n\rqueued_blocks\x18\x07 \x01(\x04\x12\x12\n\nrecovering\x18\x08 \x01(\x08\x12\x18\n\x10sick_directories\x18\t \x01(\r\"B\n\tMissCount\x12%\n\x06reason\x18\x01 \x01(\x0e\x32\x15.kvkeep.v1.MissReason\x12\x0e\n\x06\x62locks\x18\x02 \x01(\x04\"^\n\nIndexStats\x12\x0c\n\x04rows\x18\x01 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x02 \x01(\x04\x12\x10\n\x08rebuilds\x18\x04 \x01(\x04\x12\x0e\n\x06nbytes\x18\x05 \x01(\x04J\x04\x08\x03\x10\x04R\ntombstones\"\xea\x06\n\rStatsResponse\x12\x14\n\x0cserver_epoch\x18\x01 \x01(\x04\x12\x11\n\tuptime_ms\x18\x02 \x01(\x04\x12\"\n\x04pool\x18\x03 \x01(\x0b\x32\x14.kvkeep.v1.PoolStats\x12$\n\x05index\x18\x04 \x01(\x0b\x32\x15.kvkeep.v1.IndexStats\x12\x10\n\x08sessions\x18\x05 \x01(\r\x12\x0e\n\x06leases\x18\x06 \x01(\r\x12\x1a\n\x12\x62locks_asked_total\x18\x07 \x01(\x04\x12\x18\n\x10\x62locks_hit_total\x18\x08 \x01(\x04\x12\x1b\n\x13\x62locks_missed_total\x18\t \x01(\x04\x12\x15\n\rlookups_total\x18\n \x01(\x04\x12\x16\n\x0e\x61\x63quires_total\x18\x0b \x01(\x04\x12\x15\n\rcommits_total\x18\x0c \x01(\x04\x12\x1b\n\x13\x62locks_stored_total\x18\r \x01(\x04\x12#\n\x1b\x62locks_already_stored_total\x18\x0e \x01(\x04\x12\x1c\n\x14\x62locks_refused_total\x18\x0f \x01(\x04\x12\x1b\n\x13\x62locks_failed_total\x18\x10 \x01(\x04\x12\x1c\n\x14\x62locks_evicted_total\x18\x11 \x01(\x04\x12\x1c\n\x14leases_expired_total\x18\x12 \x01(\x04\x12\x1c\n\x14sessions_ended_total\x18\x13 \x01(\x04\x12 \n\x18touch_records_lost_total\x18\x14 \x01(\x04\x12#\n\x1btouch_records_invalid_total\x18\x15 \x01(\x04\x12\x1a\n\x12\x62ytes_stored_total\x18\x16 \x01(\x04\x12\x18\n\x10\x63ollisions_total\x18\x17 \x01(\x04\x12\x0f\n\x07version\x18\x18 \x01(\t\x12\x1c\n\x14\x62locks_removed_total\x18\x19 \x01(\x04\x12\x1c\n\x14\x62locks_corrupt_total\x18\x1a \x01(\x04\x12$\n\x06misses\x18\x1b \x03(\x0b\x32\x14.kvkeep.v1.MissCount\x12\"\n\x04nvme\x18\x1c \x01(\x0b\x32\x14.kvkeep.v1.NvmeStats\x12\x0c\n\x04pins\x18\x1d \x01(\r\x12\x15\n\rpinned_nbytes\x18\x1e \x01(\x04\x12\x1b\n\x13pinned_limit_nbytes\x18\x1f \x01(\x04\">\n\x15ListNamespacesRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\"\xa6\x01\n\rNamespaceInfo\x12\x0e\n\x06set_id\x18\x01 \x01(\x0c\x12&\n\x04spec\x18\x02 \x01(\x0b\x32\x18.kvkeep.v1.NamespaceSpec\x12\r\n\x05ranks\x18\x03 \x03(\r\x12\x0e\n\x06\x62locks\x18\x04 \x01(\x04\x12\x16\n\x0epayload_nbytes\x18\x05 \x01(\x04\x12&\n\x04mode\x18\x06 \x01(\x0e\x32\x18.kvkeep.v1.NamespaceMode\"_\n\x16ListNamespacesResponse\x12,\n\nnamespaces\x18\x01 \x03(\x0b\x32\x18.kvkeep.v1.NamespaceInfo\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"Q\n\x17SetNamespaceModeRequest\x12\x0e\n\x06set_id\x18\x01 \x01(\x0c\x12&\n\x04mode\x18\x02 \x01(\x0e\x32\x18.kvkeep.v1.NamespaceMode\"F\n\x18SetNamespaceModeResponse\x12*\n\x08previous\x18\x01 \x01(\x0e\x32\x18.kvkeep.v1.NamespaceMode\".\n\x0e\x45xplainRequest\x12\x0e\n\x06set_id\x18\x01 \x01(\x0c\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\"y\n\x0e\x45xplainedBlock\x12\x1f\n\x04tier\x18\x01 \x01(\x0e\x32\x11.kvkeep.v1.TierId\x12%\n\x06reason\x18\x02 \x01(\x0e\x32\x15.kvkeep.v1.MissReason\x12\r\n\x05\x61ge_s\x18\x03 \x01(\x04\x12\x10\n\x08sentence\x18\x04 \x01(\t\"f\n\x0f\x45xplainResponse\x12)\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x19.kvkeep.v1.ExplainedBlock\x12(\n\x0bnear_misses\x18\x02 \x03(\x0b\x32\x13.kvkeep.v1.NearMiss\"M\n\x0cPurgeRequest\x12\x10\n\x06set_id\x18\x01 \x01(\x0cH\x00\x12\x10\n\x06tenant\x18\x02 \x01(\tH\x00\x12\x0f\n\x07\x64ry_run\x18\x03 \x01(\x08\x42\x08\n\x06target\"/\n\rPurgeResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x04\x12\x0e\n\x06nbytes\x18\x02 \x01(\x04\"V\n\x0fSetQuotaRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x1f\n\x04tier\x18\x02 \x01(\x0e\x32\x11.kvkeep.v1.TierId\x12\x12\n\nnbytes_max\x18\x03 \x01(\x04\"D\n\x10SetQuotaResponse\x12\x1b\n\x13previous_nbytes_max\x18\x01 \x01(\x04\x12\x13\n\x0bused_nbytes\x18\x02 \x01(\x04\"\"\n\x0c\x44rainRequest\x12\x12\n\ntimeout_ms\x18\x01 \x01(\r\"\'\n\rDrainResponse\x12\x16\n\x0e\x66lushed_blocks\x18\x01 \x01(\x04\"`\n\x0c\x43heckRequest\x12\x18\n\x10verify_checksums\x18\x01 \x01(\x08\x12\x19\n\x11verify_nbytes_max\x18\x02 \x01(\x04\x12\x1b\n\x13verify_nbytes_per_s\x18\x03 \x01(\x04\"\xc0\x01\n\rCheckResponse\x12\n\n\x02ok\x18\x01 \x01(\x08\x12\x10\n\x08\x66indings\x18\x02 \x03(\t\x12\x16\n\x0e\x62locks_checked\x18\x03 \x01(\x04\x12\x17\n\x0fnbytes_verified\x18\x04 \x01(\x04\x12\x17\n\x0f\x62locks_verified\x18\x05 \x01(\x04\x12\x16\n\x0e\x62locks_corrupt\x18\x06 \x01(\x04\x12\x16\n\x0e\x62locks_removed\x18\x07 \x01(\x04\x12\x17\n\x0flongest_step_us\x18\x08 \x01(\x04\x32\xb2\x04\n\x05\x41\x64min\x12:\n\x05Stats\x12\x17.kvkeep.v1.StatsRequest\x1a\x18.kvkeep.v1.StatsResponse\x12U\n\x0eListNamespaces\x12 .kvkeep.v1.ListNamespacesRequest\x1a!.kvkeep.v1.ListNamespacesResponse\x12[\n\x10SetNamespaceMode\x12\".kvkeep.v1.SetNamespaceModeRequest\x1a#.kvkeep.v1.SetNamespaceModeResponse\x12@\n\x07\x45xplain\x12\x19.kvkeep.v1.ExplainRequest\x1a\x1a.kvkeep.v1.ExplainResponse\x12:\n\x05Purge\x12\x17.kvkeep.v1.PurgeRequest\x1a\x18.kvkeep.v1.PurgeResponse\x12\x43\n\x08SetQuota\x12\x1a.kvkeep.v1.SetQuotaRequest\x1a\x1b.kvkeep.v1.SetQuotaResponse\x12:\n\x05\x44rain\x12\x17.kvkeep.v1.DrainRequest\x1a\x18.kvkeep.v1.DrainResponse\x12:\n\x05\x43heck\x12\x17.kvkeep.v1.CheckRequest\x1a\x18.kvkeep.v1.CheckResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvkeep.v1.admin_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_NAMESPACEMODE']._serialized_start=2905
-  _globals['_NAMESPACEMODE']._serialized_end=3036
   _globals['_STATSREQUEST']._serialized_start=65
   _globals['_STATSREQUEST']._serialized_end=79
   _globals['_POOLSTATS']._serialized_start=82
@@ -45,39 +47,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_INDEXSTATS']._serialized_start=581
   _globals['_INDEXSTATS']._serialized_end=675
   _globals['_STATSRESPONSE']._serialized_start=678
-  _globals['_STATSRESPONSE']._serialized_end=1486
-  _globals['_LISTNAMESPACESREQUEST']._serialized_start=1488
-  _globals['_LISTNAMESPACESREQUEST']._serialized_end=1550
-  _globals['_NAMESPACEINFO']._serialized_start=1553
-  _globals['_NAMESPACEINFO']._serialized_end=1719
-  _globals['_LISTNAMESPACESRESPONSE']._serialized_start=1721
-  _globals['_LISTNAMESPACESRESPONSE']._serialized_end=1816
-  _globals['_SETNAMESPACEMODEREQUEST']._serialized_start=1818
-  _globals['_SETNAMESPACEMODEREQUEST']._serialized_end=1899
-  _globals['_SETNAMESPACEMODERESPONSE']._serialized_start=1901
-  _globals['_SETNAMESPACEMODERESPONSE']._serialized_end=1971
-  _globals['_EXPLAINREQUEST']._serialized_start=1973
-  _globals['_EXPLAINREQUEST']._serialized_end=2019
-  _globals['_EXPLAINEDBLOCK']._serialized_start=2021
-  _globals['_EXPLAINEDBLOCK']._serialized_end=2142
-  _globals['_EXPLAINRESPONSE']._serialized_start=2144
-  _globals['_EXPLAINRESPONSE']._serialized_end=2246
-  _globals['_PURGEREQUEST']._serialized_start=2248
-  _globals['_PURGEREQUEST']._serialized_end=2325
-  _globals['_PURGERESPONSE']._serialized_start=2327
-  _globals['_PURGERESPONSE']._serialized_end=2374
-  _globals['_SETQUOTAREQUEST']._serialized_start=2376
-  _globals['_SETQUOTAREQUEST']._serialized_end=2462
-  _globals['_SETQUOTARESPONSE']._serialized_start=2464
-  _globals['_SETQUOTARESPONSE']._serialized_end=2532
-  _globals['_DRAINREQUEST']._serialized_start=2534
-  _globals['_DRAINREQUEST']._serialized_end=2568
-  _globals['_DRAINRESPONSE']._serialized_start=2570
-  _globals['_DRAINRESPONSE']._serialized_end=2609
-  _globals['_CHECKREQUEST']._serialized_start=2611
-  _globals['_CHECKREQUEST']._serialized_end=2707
-  _globals['_CHECKRESPONSE']._serialized_start=2710
-  _globals['_CHECKRESPONSE']._serialized_end=2902
-  _globals['_ADMIN']._serialized_start=3039
-  _globals['_ADMIN']._serialized_end=3601
+  _globals['_STATSRESPONSE']._serialized_end=1552
+  _globals['_LISTNAMESPACESREQUEST']._serialized_start=1554
+  _globals['_LISTNAMESPACESREQUEST']._serialized_end=1616
+  _globals['_NAMESPACEINFO']._serialized_start=1619
+  _globals['_NAMESPACEINFO']._serialized_end=1785
+  _globals['_LISTNAMESPACESRESPONSE']._serialized_start=1787
+  _globals['_LISTNAMESPACESRESPONSE']._serialized_end=1882
+  _globals['_SETNAMESPACEMODEREQUEST']._serialized_start=1884
+  _globals['_SETNAMESPACEMODEREQUEST']._serialized_end=1965
+  _globals['_SETNAMESPACEMODERESPONSE']._serialized_start=1967
+  _globals['_SETNAMESPACEMODERESPONSE']._serialized_end=2037
+  _globals['_EXPLAINREQUEST']._serialized_start=2039
+  _globals['_EXPLAINREQUEST']._serialized_end=2085
+  _globals['_EXPLAINEDBLOCK']._serialized_start=2087
+  _globals['_EXPLAINEDBLOCK']._serialized_end=2208
+  _globals['_EXPLAINRESPONSE']._serialized_start=2210
+  _globals['_EXPLAINRESPONSE']._serialized_end=2312
+  _globals['_PURGEREQUEST']._serialized_start=2314
+  _globals['_PURGEREQUEST']._serialized_end=2391
+  _globals['_PURGERESPONSE']._serialized_start=2393
+  _globals['_PURGERESPONSE']._serialized_end=2440
+  _globals['_SETQUOTAREQUEST']._serialized_start=2442
+  _globals['_SETQUOTAREQUEST']._serialized_end=2528
+  _globals['_SETQUOTARESPONSE']._serialized_start=2530
+  _globals['_SETQUOTARESPONSE']._serialized_end=2598
+  _globals['_DRAINREQUEST']._serialized_start=2600
+  _globals['_DRAINREQUEST']._serialized_end=2634
+  _globals['_DRAINRESPONSE']._serialized_start=2636
+  _globals['_DRAINRESPONSE']._serialized_end=2675
+  _globals['_CHECKREQUEST']._serialized_start=2677
+  _globals['_CHECKREQUEST']._serialized_end=2773
+  _globals['_CHECKRESPONSE']._serialized_start=2776
+  _globals['_CHECKRESPONSE']._serialized_end=2968
+  _globals['_ADMIN']._serialized_start=2971
+  _globals['_ADMIN']._serialized_end=3533
 # @@protoc_insertion_point(module_scope)

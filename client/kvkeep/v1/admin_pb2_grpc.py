@@ -95,7 +95,9 @@ class AdminServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def SetNamespaceMode(self, request, context):
-        """normal, read-only or bypass, at run time. Errors: NOT_FOUND, UNIMPLEMENTED in this release.
+        """normal, read-only or bypass, at run time: until it is set again or the daemon ends. It holds for the namespace set in
+        all of its epochs. Clients are told by an event (Attach), and stop to look for themselves in a bypassed one.
+        Errors: INVALID_ARGUMENT (mode), NOT_FOUND (no such set is known), RESOURCE_EXHAUSTED (too many that are not normal).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -28,6 +28,7 @@ import google.protobuf.descriptor
 import google.protobuf.internal.containers
 import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
+import kvkeep.v1.namespace_pb2
 import sys
 import typing
 
@@ -35,55 +36,26 @@ if sys.version_info >= (3, 10):
     import typing as typing_extensions
 else:
     import typing_extensions
+from kvkeep.v1.namespace_pb2 import (
+    GROUP_KIND_FULL as GROUP_KIND_FULL,
+    GROUP_KIND_STATE as GROUP_KIND_STATE,
+    GROUP_KIND_UNSPECIFIED as GROUP_KIND_UNSPECIFIED,
+    GROUP_KIND_WINDOW as GROUP_KIND_WINDOW,
+    GroupKind as GroupKind,
+    GroupSpec as GroupSpec,
+    NAMESPACE_MODE_BYPASS as NAMESPACE_MODE_BYPASS,
+    NAMESPACE_MODE_NORMAL as NAMESPACE_MODE_NORMAL,
+    NAMESPACE_MODE_READ_ONLY as NAMESPACE_MODE_READ_ONLY,
+    NAMESPACE_MODE_UNSPECIFIED as NAMESPACE_MODE_UNSPECIFIED,
+    NamespaceMode as NamespaceMode,
+    NamespaceSpec as NamespaceSpec,
+    STATE_MODE_EXACT as STATE_MODE_EXACT,
+    STATE_MODE_REPLAYABLE as STATE_MODE_REPLAYABLE,
+    STATE_MODE_UNSPECIFIED as STATE_MODE_UNSPECIFIED,
+    StateMode as StateMode,
+)
 
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
-
-class _GroupKind:
-    ValueType = typing.NewType("ValueType", builtins.int)
-    V: typing_extensions.TypeAlias = ValueType
-
-class _GroupKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_GroupKind.ValueType], builtins.type):
-    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
-    GROUP_KIND_UNSPECIFIED: _GroupKind.ValueType  # 0
-    GROUP_KIND_FULL: _GroupKind.ValueType  # 1
-    """needs every block from the first one"""
-    GROUP_KIND_WINDOW: _GroupKind.ValueType  # 2
-    """needs the last ceil(window_tokens / tokens_per_block) blocks before the boundary"""
-    GROUP_KIND_STATE: _GroupKind.ValueType  # 3
-    """one snapshot at a boundary"""
-
-class GroupKind(_GroupKind, metaclass=_GroupKindEnumTypeWrapper):
-    """--- identity ---------------------------------------------------------------------------------------------"""
-
-GROUP_KIND_UNSPECIFIED: GroupKind.ValueType  # 0
-GROUP_KIND_FULL: GroupKind.ValueType  # 1
-"""needs every block from the first one"""
-GROUP_KIND_WINDOW: GroupKind.ValueType  # 2
-"""needs the last ceil(window_tokens / tokens_per_block) blocks before the boundary"""
-GROUP_KIND_STATE: GroupKind.ValueType  # 3
-"""one snapshot at a boundary"""
-Global___GroupKind: typing_extensions.TypeAlias = GroupKind
-
-class _StateMode:
-    ValueType = typing.NewType("ValueType", builtins.int)
-    V: typing_extensions.TypeAlias = ValueType
-
-class _StateModeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_StateMode.ValueType], builtins.type):
-    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
-    STATE_MODE_UNSPECIFIED: _StateMode.ValueType  # 0
-    STATE_MODE_REPLAYABLE: _StateMode.ValueType  # 1
-    """absence shortens nothing; the engine replays a bounded suffix"""
-    STATE_MODE_EXACT: _StateMode.ValueType  # 2
-    """only a prefix whose state is stored is usable"""
-
-class StateMode(_StateMode, metaclass=_StateModeEnumTypeWrapper): ...
-
-STATE_MODE_UNSPECIFIED: StateMode.ValueType  # 0
-STATE_MODE_REPLAYABLE: StateMode.ValueType  # 1
-"""absence shortens nothing; the engine replays a bounded suffix"""
-STATE_MODE_EXACT: StateMode.ValueType  # 2
-"""only a prefix whose state is stored is usable"""
-Global___StateMode: typing_extensions.TypeAlias = StateMode
 
 class _TierId:
     ValueType = typing.NewType("ValueType", builtins.int)
@@ -123,8 +95,11 @@ class _MissReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     MISS_REASON_TIER_DOWN: _MissReason.ValueType  # 9
     """on nvme, which was too sick or too busy to read it: retry"""
     MISS_REASON_NAMESPACE_MISMATCH: _MissReason.ValueType  # 10
+    """among others: its epoch is over"""
     MISS_REASON_NO_ROOM: _MissReason.ValueType  # 11
     """on nvme, and ram had no room for it: all of it was leased or about to be written; retry"""
+    MISS_REASON_BYPASSED: _MissReason.ValueType  # 12
+    """Admin.SetNamespaceMode"""
 
 class MissReason(_MissReason, metaclass=_MissReasonEnumTypeWrapper): ...
 
@@ -140,8 +115,11 @@ MISS_REASON_TIMEOUT: MissReason.ValueType  # 8
 MISS_REASON_TIER_DOWN: MissReason.ValueType  # 9
 """on nvme, which was too sick or too busy to read it: retry"""
 MISS_REASON_NAMESPACE_MISMATCH: MissReason.ValueType  # 10
+"""among others: its epoch is over"""
 MISS_REASON_NO_ROOM: MissReason.ValueType  # 11
 """on nvme, and ram had no room for it: all of it was leased or about to be written; retry"""
+MISS_REASON_BYPASSED: MissReason.ValueType  # 12
+"""Admin.SetNamespaceMode"""
 Global___MissReason: typing_extensions.TypeAlias = MissReason
 
 class _StopReason:
@@ -275,6 +253,10 @@ class _CommitStatusEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     """The copy failed, and nothing is visible; or, for a level above RAM, the block did not come so far in time: then it is
     stored in ram all the same, and readable.
     """
+    COMMIT_STATUS_REFUSED_READ_ONLY: _CommitStatus.ValueType  # 9
+    """the namespace is read-only or bypassed: Admin.SetNamespaceMode"""
+    COMMIT_STATUS_REFUSED_EPOCH: _CommitStatus.ValueType  # 10
+    """its epoch is over: open it again"""
 
 class CommitStatus(_CommitStatus, metaclass=_CommitStatusEnumTypeWrapper): ...
 
@@ -292,6 +274,10 @@ COMMIT_STATUS_FAILED: CommitStatus.ValueType  # 8
 """The copy failed, and nothing is visible; or, for a level above RAM, the block did not come so far in time: then it is
 stored in ram all the same, and readable.
 """
+COMMIT_STATUS_REFUSED_READ_ONLY: CommitStatus.ValueType  # 9
+"""the namespace is read-only or bypassed: Admin.SetNamespaceMode"""
+COMMIT_STATUS_REFUSED_EPOCH: CommitStatus.ValueType  # 10
+"""its epoch is over: open it again"""
 Global___CommitStatus: typing_extensions.TypeAlias = CommitStatus
 
 class _RemovalStatus:
@@ -316,135 +302,9 @@ REMOVAL_STATUS_KEPT: RemovalStatus.ValueType  # 3
 Global___RemovalStatus: typing_extensions.TypeAlias = RemovalStatus
 
 @typing.final
-class GroupSpec(google.protobuf.message.Message):
-    """The KV of one attention kind."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    NAME_FIELD_NUMBER: builtins.int
-    KIND_FIELD_NUMBER: builtins.int
-    TOKENS_PER_BLOCK_FIELD_NUMBER: builtins.int
-    BLOCK_NBYTES_FIELD_NUMBER: builtins.int
-    WINDOW_TOKENS_FIELD_NUMBER: builtins.int
-    STATE_MODE_FIELD_NUMBER: builtins.int
-    RETENTION_CLASS_FIELD_NUMBER: builtins.int
-    name: builtins.str
-    """1 to 64 characters of [A-Za-z0-9_.-], unique in the specification"""
-    kind: Global___GroupKind.ValueType
-    tokens_per_block: builtins.int
-    """> 0; for STATE the distance of its boundaries. One key stands for as many tokens as a FULL block has, which are equally
-    many in all FULL groups, or without such groups for those of the smallest block; others have a multiple of it.
-    """
-    block_nbytes: builtins.int
-    """bytes of one block of one rank, > 0, at most limits.block_nbytes_max"""
-    window_tokens: builtins.int
-    """WINDOW only, > 0"""
-    state_mode: Global___StateMode.ValueType
-    """STATE only"""
-    retention_class: builtins.str
-    """empty = the configured default"""
-    def __init__(
-        self,
-        *,
-        name: builtins.str = ...,
-        kind: Global___GroupKind.ValueType = ...,
-        tokens_per_block: builtins.int = ...,
-        block_nbytes: builtins.int = ...,
-        window_tokens: builtins.int = ...,
-        state_mode: Global___StateMode.ValueType = ...,
-        retention_class: builtins.str = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["block_nbytes", b"block_nbytes", "kind", b"kind", "name", b"name", "retention_class", b"retention_class", "state_mode", b"state_mode", "tokens_per_block", b"tokens_per_block", "window_tokens", b"window_tokens"]) -> None: ...
-
-Global___GroupSpec: typing_extensions.TypeAlias = GroupSpec
-
-@typing.final
-class NamespaceSpec(google.protobuf.message.Message):
-    """Everything that must agree before bytes are interchangeable. Two specifications that differ in any field are
-    different namespaces and simply miss. The identity is written down in shared_memory.md.
-    """
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    TENANT_FIELD_NUMBER: builtins.int
-    MODEL_FIELD_NUMBER: builtins.int
-    WEIGHTS_FINGERPRINT_FIELD_NUMBER: builtins.int
-    ENGINE_FIELD_NUMBER: builtins.int
-    LAYOUT_VERSION_FIELD_NUMBER: builtins.int
-    KV_DTYPE_FIELD_NUMBER: builtins.int
-    HASH_ALGORITHM_FIELD_NUMBER: builtins.int
-    HASH_ROOT_FIELD_NUMBER: builtins.int
-    KEY_NBYTES_FIELD_NUMBER: builtins.int
-    TP_SIZE_FIELD_NUMBER: builtins.int
-    PP_SIZE_FIELD_NUMBER: builtins.int
-    DP_SIZE_FIELD_NUMBER: builtins.int
-    CP_SIZE_FIELD_NUMBER: builtins.int
-    REPLICATED_FIELD_NUMBER: builtins.int
-    GROUPS_FIELD_NUMBER: builtins.int
-    LAYOUT_SWITCHES_FIELD_NUMBER: builtins.int
-    NAMESPACE_EPOCH_FIELD_NUMBER: builtins.int
-    tenant: builtins.str
-    """every string: at most 1024 bytes of UTF-8, any character"""
-    model: builtins.str
-    """not empty"""
-    weights_fingerprint: builtins.str
-    """not empty: a digest of the weights, not their name"""
-    engine: builtins.str
-    """not empty, e.g. "vllm" """
-    layout_version: builtins.str
-    """not empty: the engine's KV layout, with its version"""
-    kv_dtype: builtins.str
-    """not empty, e.g. "bfloat16" """
-    hash_algorithm: builtins.str
-    """not empty, e.g. "sha256_cbor" """
-    hash_root: builtins.bytes
-    """root seed of the chain hash; at most 64 bytes"""
-    key_nbytes: builtins.int
-    """16 to 64"""
-    tp_size: builtins.int
-    """sizes: 0 means 1"""
-    pp_size: builtins.int
-    dp_size: builtins.int
-    cp_size: builtins.int
-    replicated: builtins.bool
-    """all ranks hold the same bytes (MLA): one shard, rank 0"""
-    namespace_epoch: builtins.int
-    """advanced when weights change in place"""
-    @property
-    def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___GroupSpec]:
-        """1 to 16"""
-
-    @property
-    def layout_switches(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """"NAME=value" of every switch that changes the layout; order counts"""
-
-    def __init__(
-        self,
-        *,
-        tenant: builtins.str = ...,
-        model: builtins.str = ...,
-        weights_fingerprint: builtins.str = ...,
-        engine: builtins.str = ...,
-        layout_version: builtins.str = ...,
-        kv_dtype: builtins.str = ...,
-        hash_algorithm: builtins.str = ...,
-        hash_root: builtins.bytes = ...,
-        key_nbytes: builtins.int = ...,
-        tp_size: builtins.int = ...,
-        pp_size: builtins.int = ...,
-        dp_size: builtins.int = ...,
-        cp_size: builtins.int = ...,
-        replicated: builtins.bool = ...,
-        groups: collections.abc.Iterable[Global___GroupSpec] | None = ...,
-        layout_switches: collections.abc.Iterable[builtins.str] | None = ...,
-        namespace_epoch: builtins.int = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cp_size", b"cp_size", "dp_size", b"dp_size", "engine", b"engine", "groups", b"groups", "hash_algorithm", b"hash_algorithm", "hash_root", b"hash_root", "key_nbytes", b"key_nbytes", "kv_dtype", b"kv_dtype", "layout_switches", b"layout_switches", "layout_version", b"layout_version", "model", b"model", "namespace_epoch", b"namespace_epoch", "pp_size", b"pp_size", "replicated", b"replicated", "tenant", b"tenant", "tp_size", b"tp_size", "weights_fingerprint", b"weights_fingerprint"]) -> None: ...
-
-Global___NamespaceSpec: typing_extensions.TypeAlias = NamespaceSpec
-
-@typing.final
 class OpenNamespaceRequest(google.protobuf.message.Message):
+    """--- identity: namespace.proto ----------------------------------------------------------------------------"""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SPEC_FIELD_NUMBER: builtins.int
@@ -453,7 +313,7 @@ class OpenNamespaceRequest(google.protobuf.message.Message):
     layout_version: builtins.int
     """of shared_memory.md, that this client was built for"""
     @property
-    def spec(self) -> Global___NamespaceSpec: ...
+    def spec(self) -> kvkeep.v1.namespace_pb2.NamespaceSpec: ...
     @property
     def local_ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Flat ranks whose shards lie on this host: tp + tp_size * (pp + pp_size * (cp + cp_size * dp)).
@@ -463,7 +323,7 @@ class OpenNamespaceRequest(google.protobuf.message.Message):
     def __init__(
         self,
         *,
-        spec: Global___NamespaceSpec | None = ...,
+        spec: kvkeep.v1.namespace_pb2.NamespaceSpec | None = ...,
         local_ranks: collections.abc.Iterable[builtins.int] | None = ...,
         layout_version: builtins.int = ...,
     ) -> None: ...
@@ -543,6 +403,7 @@ class OpenNamespaceResponse(google.protobuf.message.Message):
     LAYOUT_VERSION_FIELD_NUMBER: builtins.int
     NEAR_MISSES_FIELD_NUMBER: builtins.int
     SLOT_NBYTES_FIELD_NUMBER: builtins.int
+    MODE_FIELD_NUMBER: builtins.int
     set_index: builtins.int
     """handle of the namespace set, valid in this server_epoch"""
     set_id: builtins.bytes
@@ -550,7 +411,10 @@ class OpenNamespaceResponse(google.protobuf.message.Message):
     server_epoch: builtins.int
     """new at each daemon start"""
     namespace_epoch: builtins.int
+    """of the set that is open: as asked for, or later (AdvanceEpoch)"""
     layout_version: builtins.int
+    mode: kvkeep.v1.namespace_pb2.NamespaceMode.ValueType
+    """at this moment; events tell of changes"""
     @property
     def ranks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___RankNamespace]:
         """in the order of local_ranks"""
@@ -577,9 +441,10 @@ class OpenNamespaceResponse(google.protobuf.message.Message):
         layout_version: builtins.int = ...,
         near_misses: collections.abc.Iterable[Global___NearMiss] | None = ...,
         slot_nbytes: collections.abc.Iterable[builtins.int] | None = ...,
+        mode: kvkeep.v1.namespace_pb2.NamespaceMode.ValueType = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["limits", b"limits"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["layout_version", b"layout_version", "limits", b"limits", "namespace_epoch", b"namespace_epoch", "near_misses", b"near_misses", "ranks", b"ranks", "server_epoch", b"server_epoch", "set_id", b"set_id", "set_index", b"set_index", "slot_nbytes", b"slot_nbytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["layout_version", b"layout_version", "limits", b"limits", "mode", b"mode", "namespace_epoch", b"namespace_epoch", "near_misses", b"near_misses", "ranks", b"ranks", "server_epoch", b"server_epoch", "set_id", b"set_id", "set_index", b"set_index", "slot_nbytes", b"slot_nbytes"]) -> None: ...
 
 Global___OpenNamespaceResponse: typing_extensions.TypeAlias = OpenNamespaceResponse
 
@@ -631,6 +496,7 @@ class AttachEvent(google.protobuf.message.Message):
     INDEX_MOVED_FIELD_NUMBER: builtins.int
     NAMESPACE_EPOCH_CHANGED_FIELD_NUMBER: builtins.int
     DRAINING_FIELD_NUMBER: builtins.int
+    NAMESPACE_MODE_CHANGED_FIELD_NUMBER: builtins.int
     sequence: builtins.int
     """counts up from 1 in a session; the fd socket's messages carry the same numbers"""
     @property
@@ -645,6 +511,8 @@ class AttachEvent(google.protobuf.message.Message):
     def namespace_epoch_changed(self) -> Global___NamespaceEpochChanged: ...
     @property
     def draining(self) -> Global___Draining: ...
+    @property
+    def namespace_mode_changed(self) -> Global___NamespaceModeChanged: ...
     def __init__(
         self,
         *,
@@ -655,10 +523,11 @@ class AttachEvent(google.protobuf.message.Message):
         index_moved: Global___IndexMoved | None = ...,
         namespace_epoch_changed: Global___NamespaceEpochChanged | None = ...,
         draining: Global___Draining | None = ...,
+        namespace_mode_changed: Global___NamespaceModeChanged | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["attached", b"attached", "chunk_added", b"chunk_added", "chunk_leaving", b"chunk_leaving", "draining", b"draining", "event", b"event", "index_moved", b"index_moved", "namespace_epoch_changed", b"namespace_epoch_changed"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attached", b"attached", "chunk_added", b"chunk_added", "chunk_leaving", b"chunk_leaving", "draining", b"draining", "event", b"event", "index_moved", b"index_moved", "namespace_epoch_changed", b"namespace_epoch_changed", "sequence", b"sequence"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["event", b"event"]) -> typing.Literal["attached", "chunk_added", "chunk_leaving", "index_moved", "namespace_epoch_changed", "draining"] | None: ...
+    def HasField(self, field_name: typing.Literal["attached", b"attached", "chunk_added", b"chunk_added", "chunk_leaving", b"chunk_leaving", "draining", b"draining", "event", b"event", "index_moved", b"index_moved", "namespace_epoch_changed", b"namespace_epoch_changed", "namespace_mode_changed", b"namespace_mode_changed"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["attached", b"attached", "chunk_added", b"chunk_added", "chunk_leaving", b"chunk_leaving", "draining", b"draining", "event", b"event", "index_moved", b"index_moved", "namespace_epoch_changed", b"namespace_epoch_changed", "namespace_mode_changed", b"namespace_mode_changed", "sequence", b"sequence"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["event", b"event"]) -> typing.Literal["attached", "chunk_added", "chunk_leaving", "index_moved", "namespace_epoch_changed", "draining", "namespace_mode_changed"] | None: ...
 
 Global___AttachEvent: typing_extensions.TypeAlias = AttachEvent
 
@@ -763,6 +632,24 @@ class Draining(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["grace_ms", b"grace_ms"]) -> None: ...
 
 Global___Draining: typing_extensions.TypeAlias = Draining
+
+@typing.final
+class NamespaceModeChanged(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SET_INDEX_FIELD_NUMBER: builtins.int
+    MODE_FIELD_NUMBER: builtins.int
+    set_index: builtins.int
+    mode: kvkeep.v1.namespace_pb2.NamespaceMode.ValueType
+    def __init__(
+        self,
+        *,
+        set_index: builtins.int = ...,
+        mode: kvkeep.v1.namespace_pb2.NamespaceMode.ValueType = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["mode", b"mode", "set_index", b"set_index"]) -> None: ...
+
+Global___NamespaceModeChanged: typing_extensions.TypeAlias = NamespaceModeChanged
 
 @typing.final
 class Hints(google.protobuf.message.Message):
@@ -1429,22 +1316,27 @@ Global___PinRequest: typing_extensions.TypeAlias = PinRequest
 
 @typing.final
 class PinResponse(google.protobuf.message.Message):
+    """pin_id 0 = there was nothing to keep."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     PIN_ID_FIELD_NUMBER: builtins.int
     PINNED_BLOCKS_FIELD_NUMBER: builtins.int
     BUDGET_LEFT_NBYTES_FIELD_NUMBER: builtins.int
+    KEEP_FOR_S_FIELD_NUMBER: builtins.int
     pin_id: builtins.int
     pinned_blocks: builtins.int
     budget_left_nbytes: builtins.int
+    keep_for_s: builtins.int
     def __init__(
         self,
         *,
         pin_id: builtins.int = ...,
         pinned_blocks: builtins.int = ...,
         budget_left_nbytes: builtins.int = ...,
+        keep_for_s: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["budget_left_nbytes", b"budget_left_nbytes", "pin_id", b"pin_id", "pinned_blocks", b"pinned_blocks"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["budget_left_nbytes", b"budget_left_nbytes", "keep_for_s", b"keep_for_s", "pin_id", b"pin_id", "pinned_blocks", b"pinned_blocks"]) -> None: ...
 
 Global___PinResponse: typing_extensions.TypeAlias = PinResponse
 

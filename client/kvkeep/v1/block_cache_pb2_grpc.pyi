@@ -34,6 +34,24 @@ if sys.version_info >= (3, 13):
     import typing as typing_extensions
 else:
     import typing_extensions
+from kvkeep.v1.namespace_pb2 import (
+    GROUP_KIND_FULL as GROUP_KIND_FULL,
+    GROUP_KIND_STATE as GROUP_KIND_STATE,
+    GROUP_KIND_UNSPECIFIED as GROUP_KIND_UNSPECIFIED,
+    GROUP_KIND_WINDOW as GROUP_KIND_WINDOW,
+    GroupKind as GroupKind,
+    GroupSpec as GroupSpec,
+    NAMESPACE_MODE_BYPASS as NAMESPACE_MODE_BYPASS,
+    NAMESPACE_MODE_NORMAL as NAMESPACE_MODE_NORMAL,
+    NAMESPACE_MODE_READ_ONLY as NAMESPACE_MODE_READ_ONLY,
+    NAMESPACE_MODE_UNSPECIFIED as NAMESPACE_MODE_UNSPECIFIED,
+    NamespaceMode as NamespaceMode,
+    NamespaceSpec as NamespaceSpec,
+    STATE_MODE_EXACT as STATE_MODE_EXACT,
+    STATE_MODE_REPLAYABLE as STATE_MODE_REPLAYABLE,
+    STATE_MODE_UNSPECIFIED as STATE_MODE_UNSPECIFIED,
+    StateMode as StateMode,
+)
 
 _T = typing.TypeVar("_T")
 
@@ -493,8 +511,8 @@ class BlockCacheStub(typing.Generic[_BlockCacheOpenNamespaceType, _BlockCacheAtt
     (shared_memory.md, section 8).
     Idempotent: a block that is there already answers ALREADY_STORED.
     Errors: INVALID_ARGUMENT (staging range outside the ring, wrong sizes), NOT_FOUND, FAILED_PRECONDITION
-    (ack level that no configured tier can give, namespace is read-only), RESOURCE_EXHAUSTED (limits.*).
-    A block that found no room has status REFUSED_NO_ROOM; the call itself is OK.
+    (ack level that no configured tier can give), RESOURCE_EXHAUSTED (limits.*).
+    A block that found no room, or whose namespace takes none now, has a status that says so; the call itself is OK.
     """
 
     Read: _BlockCacheReadType
@@ -508,17 +526,25 @@ class BlockCacheStub(typing.Generic[_BlockCacheOpenNamespaceType, _BlockCacheAtt
     """
 
     Prefetch: _BlockCachePrefetchType
-    """Hint: these chains will be asked for. Best effort, byte budget, never delays a demand read.
-    Errors: INVALID_ARGUMENT, UNIMPLEMENTED in this release.
+    """Hint: these keys, one chain, will be asked for. What is on nvme only of its usable prefix is brought into ram, without a
+    lease, root to tail, while no read waits for nvme. Best effort: up to byte_budget of payload (0 = no bound of its own), within
+    deadline_ms (0 = 10 s, at most a minute), and not at all where nvme.prefetch_max of others waits: planned_blocks tells how
+    many keys are to be brought. Nothing of it outlives the hint but blocks in ram, which leave like any others.
+    Errors: INVALID_ARGUMENT, NOT_FOUND (namespace set not open).
     """
 
     Pin: _BlockCachePinType
-    """Asks for retention of chains within the tenant's pin budget.
-    Errors: RESOURCE_EXHAUSTED (budget), UNIMPLEMENTED in this release.
+    """Keeps the usable prefix of a chain for a while, in the tiers where it is: no eviction, no reclaim. All of it or, where that
+    passes the budget (pins.max, of all clients), nothing. Soft: what is removed, damaged or of an epoch that is over leaves all
+    the same. A pin belongs to no session; it ends by Unpin, after keep_for_s (0 = pins.keep_max, also the most), and with the
+    daemon. A block counts once however often it is pinned.
+    Errors: INVALID_ARGUMENT, NOT_FOUND (namespace set not open), RESOURCE_EXHAUSTED (pins.max, pins.pins_max).
     """
 
     Unpin: _BlockCacheUnpinType
-    """Takes a retention pin back. Idempotent. Errors: UNIMPLEMENTED in this release."""
+    """Takes retention pins back, of namespace sets that this session has open. Idempotent: others are counted, not refused.
+    Errors: INVALID_ARGUMENT (more than limits.keys_max).
+    """
 
     Remove: _BlockCacheRemoveType
     """Removes blocks by key: all ranks and groups of each. From the answer on nobody finds them; who reads them under a
@@ -531,8 +557,13 @@ class BlockCacheStub(typing.Generic[_BlockCacheOpenNamespaceType, _BlockCacheAtt
     """
 
     AdvanceEpoch: _BlockCacheAdvanceEpochType
-    """New weights in place: the namespace set gets another epoch, so everything stored before misses from now on.
-    Errors: UNIMPLEMENTED in this release.
+    """New weights in place: the namespace set gets the next epoch, so everything stored before misses from now on. Handles of
+    earlier epochs find nothing (NAMESPACE_MISMATCH) and take nothing (REFUSED_EPOCH), also what is under way; leases that were
+    given hold. Who has one is told by an event, and opens the set again, with any namespace_epoch: it gets the present one.
+    Goes forward only if `expected_epoch` is the present one, so of many workers that call one does it; the answer is the
+    present epoch in any case. A restart goes back to no earlier one where there is an nvme tier; nothing else outlives it.
+    Errors: NOT_FOUND, FAILED_PRECONDITION (an epoch that is yet to come), RESOURCE_EXHAUSTED (65536 sets have been advanced),
+    UNAVAILABLE (done, but nvme could not write that down: call again, or a restart may go back).
     """
 
     Watch: _BlockCacheWatchType
@@ -704,8 +735,8 @@ class BlockCacheServicer(metaclass=abc.ABCMeta):
         (shared_memory.md, section 8).
         Idempotent: a block that is there already answers ALREADY_STORED.
         Errors: INVALID_ARGUMENT (staging range outside the ring, wrong sizes), NOT_FOUND, FAILED_PRECONDITION
-        (ack level that no configured tier can give, namespace is read-only), RESOURCE_EXHAUSTED (limits.*).
-        A block that found no room has status REFUSED_NO_ROOM; the call itself is OK.
+        (ack level that no configured tier can give), RESOURCE_EXHAUSTED (limits.*).
+        A block that found no room, or whose namespace takes none now, has a status that says so; the call itself is OK.
         """
 
     @abc.abstractmethod
@@ -734,8 +765,11 @@ class BlockCacheServicer(metaclass=abc.ABCMeta):
         request: kvkeep.v1.block_cache_pb2.PrefetchRequest,
         context: _ServicerContext,
     ) -> typing.Union[kvkeep.v1.block_cache_pb2.PrefetchResponse, collections.abc.Awaitable[kvkeep.v1.block_cache_pb2.PrefetchResponse]]:
-        """Hint: these chains will be asked for. Best effort, byte budget, never delays a demand read.
-        Errors: INVALID_ARGUMENT, UNIMPLEMENTED in this release.
+        """Hint: these keys, one chain, will be asked for. What is on nvme only of its usable prefix is brought into ram, without a
+        lease, root to tail, while no read waits for nvme. Best effort: up to byte_budget of payload (0 = no bound of its own), within
+        deadline_ms (0 = 10 s, at most a minute), and not at all where nvme.prefetch_max of others waits: planned_blocks tells how
+        many keys are to be brought. Nothing of it outlives the hint but blocks in ram, which leave like any others.
+        Errors: INVALID_ARGUMENT, NOT_FOUND (namespace set not open).
         """
 
     @abc.abstractmethod
@@ -744,8 +778,11 @@ class BlockCacheServicer(metaclass=abc.ABCMeta):
         request: kvkeep.v1.block_cache_pb2.PinRequest,
         context: _ServicerContext,
     ) -> typing.Union[kvkeep.v1.block_cache_pb2.PinResponse, collections.abc.Awaitable[kvkeep.v1.block_cache_pb2.PinResponse]]:
-        """Asks for retention of chains within the tenant's pin budget.
-        Errors: RESOURCE_EXHAUSTED (budget), UNIMPLEMENTED in this release.
+        """Keeps the usable prefix of a chain for a while, in the tiers where it is: no eviction, no reclaim. All of it or, where that
+        passes the budget (pins.max, of all clients), nothing. Soft: what is removed, damaged or of an epoch that is over leaves all
+        the same. A pin belongs to no session; it ends by Unpin, after keep_for_s (0 = pins.keep_max, also the most), and with the
+        daemon. A block counts once however often it is pinned.
+        Errors: INVALID_ARGUMENT, NOT_FOUND (namespace set not open), RESOURCE_EXHAUSTED (pins.max, pins.pins_max).
         """
 
     @abc.abstractmethod
@@ -754,7 +791,9 @@ class BlockCacheServicer(metaclass=abc.ABCMeta):
         request: kvkeep.v1.block_cache_pb2.UnpinRequest,
         context: _ServicerContext,
     ) -> typing.Union[kvkeep.v1.block_cache_pb2.UnpinResponse, collections.abc.Awaitable[kvkeep.v1.block_cache_pb2.UnpinResponse]]:
-        """Takes a retention pin back. Idempotent. Errors: UNIMPLEMENTED in this release."""
+        """Takes retention pins back, of namespace sets that this session has open. Idempotent: others are counted, not refused.
+        Errors: INVALID_ARGUMENT (more than limits.keys_max).
+        """
 
     @abc.abstractmethod
     def Remove(
@@ -777,8 +816,13 @@ class BlockCacheServicer(metaclass=abc.ABCMeta):
         request: kvkeep.v1.block_cache_pb2.AdvanceEpochRequest,
         context: _ServicerContext,
     ) -> typing.Union[kvkeep.v1.block_cache_pb2.AdvanceEpochResponse, collections.abc.Awaitable[kvkeep.v1.block_cache_pb2.AdvanceEpochResponse]]:
-        """New weights in place: the namespace set gets another epoch, so everything stored before misses from now on.
-        Errors: UNIMPLEMENTED in this release.
+        """New weights in place: the namespace set gets the next epoch, so everything stored before misses from now on. Handles of
+        earlier epochs find nothing (NAMESPACE_MISMATCH) and take nothing (REFUSED_EPOCH), also what is under way; leases that were
+        given hold. Who has one is told by an event, and opens the set again, with any namespace_epoch: it gets the present one.
+        Goes forward only if `expected_epoch` is the present one, so of many workers that call one does it; the answer is the
+        present epoch in any case. A restart goes back to no earlier one where there is an nvme tier; nothing else outlives it.
+        Errors: NOT_FOUND, FAILED_PRECONDITION (an epoch that is yet to come), RESOURCE_EXHAUSTED (65536 sets have been advanced),
+        UNAVAILABLE (done, but nvme could not write that down: call again, or a restart may go back).
         """
 
     @abc.abstractmethod

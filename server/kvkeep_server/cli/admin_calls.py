@@ -9,6 +9,7 @@ import grpc
 
 from kvkeep.v1 import admin_pb2 as pb
 from kvkeep.v1.admin_pb2_grpc import AdminStub
+from kvkeep.v1.namespace_pb2 import NamespaceMode
 from kvkeep_server.cli.runtime_dir import runtime_dir_or_default
 from kvkeep_server.core.errors import KVKeepError
 
@@ -67,6 +68,13 @@ class AdminCalls:
             token = page.next_page_token
             if not token:
                 return found
+
+    def set_namespace_mode(
+        self, set_id: bytes, mode: NamespaceMode.ValueType
+    ) -> NamespaceMode.ValueType:
+        """Admin.SetNamespaceMode; the mode until now."""
+        request = pb.SetNamespaceModeRequest(set_id=set_id, mode=mode)
+        return self._answer(self._stub.SetNamespaceMode, request, CALL_S).previous
 
     def check(self, request: pb.CheckRequest) -> pb.CheckResponse:
         """Admin.Check; takes as long as it takes."""

@@ -16,6 +16,7 @@ from kvkeep_server.cli.check_offline import NotOfflineError
 from kvkeep_server.cli.config import config
 from kvkeep_server.cli.demo import demo
 from kvkeep_server.cli.health import health
+from kvkeep_server.cli.namespace_mode import namespace_mode
 from kvkeep_server.cli.replay import replay
 from kvkeep_server.cli.serve import serve
 from kvkeep_server.cli.stats import stats
@@ -46,7 +47,7 @@ def kvkeep() -> None:
     """A tiered store for the KV cache of LLM inference engines."""
 
 
-for command in (bench, check, config, demo, health, replay, serve, stats):
+for command in (bench, check, config, demo, health, namespace_mode, replay, serve, stats):
     kvkeep.add_command(command)
 
 

@@ -4,8 +4,11 @@ from collections.abc import Sequence
 
 from kvkeep.v1 import admin_pb2 as pb
 from kvkeep.v1 import block_cache_pb2
+from kvkeep.v1.namespace_pb2 import NAMESPACE_MODE_NORMAL, NAMESPACE_MODE_UNSPECIFIED
+from kvkeep_server.cli.namespace_mode import mode_name
 from kvkeep_server.core.quantities import show_size
 
+_NORMAL = (NAMESPACE_MODE_NORMAL, NAMESPACE_MODE_UNSPECIFIED)
 Since = tuple[float, pb.StatsResponse]
 # A look-up in shared memory does not tell the daemon which key it missed.
 _NOT_TOLD = "unknown"
@@ -16,6 +19,7 @@ ram         {pool.blocks:,} blocks, {payload} stored
             {used} of {limit} in use ({share:.0%}), {taken} taken in {pool.chunks} chunks{nvme}
 index       {index.rows:,} rows, {index_size}, {index.rebuilds} rebuilds
 leases      {stats.leases:,} live, {leased} leased; {stats.leases_expired_total:,} expired
+pins        {stats.pins:,} hold {pinned} of {pinned_limit} that may be pinned
 sessions    {stats.sessions:,} attached, {stats.sessions_ended_total:,} ended
 asked       {stats.blocks_asked_total:,} blocks in {stats.lookups_total:,} look-ups \
 and {stats.acquires_total:,} acquires
@@ -59,6 +63,8 @@ def as_text(
         share=pool.slot_nbytes_used / max(1, pool.limit_nbytes),
         taken=show_size(pool.chunk_nbytes),
         leased=show_size(pool.leased_nbytes),
+        pinned=show_size(stats.pinned_nbytes),
+        pinned_limit=show_size(stats.pinned_limit_nbytes),
         index_size=show_size(index.nbytes),
         hit_ratio=stats.blocks_hit_total / max(1, stats.blocks_asked_total),
         misses=_misses(stats),
@@ -131,7 +137,8 @@ def _namespace_lines(namespaces: Sequence[pb.NamespaceInfo]) -> list[str]:
         shown = "".join(c if c.isprintable() else "?" for c in name)
         size = show_size(one.payload_nbytes)
         held = f"{size:>9} {one.blocks:>12,} blocks {len(one.ranks):>3} ranks"
-        lines.append(f"  {one.set_id.hex()[:12]} {held}  {shown}")
+        odd = "" if one.mode in _NORMAL else f"  [{mode_name(one.mode)}]"
+        lines.append(f"  {one.set_id.hex()[:12]} {held}  {shown}{odd}")
     if len(largest) > _NAMESPACES_SHOWN:
         lines.append(f"  and {len(largest) - _NAMESPACES_SHOWN} more: --json lists all")
     return lines
@@ -176,6 +183,7 @@ def as_dict(stats: pb.StatsResponse, namespaces: Sequence[pb.NamespaceInfo]) -> 
             "ranks": list(one.ranks),
             "blocks": one.blocks,
             "payload_nbytes": one.payload_nbytes,
+            "mode": mode_name(one.mode),
         }
         for one in namespaces
     ]

@@ -16,6 +16,7 @@ from typing import Any
 from kvkeep_server.config.clients import (
     LeaseSettings,
     LimitSettings,
+    PinSettings,
     ServerSettings,
     SessionSettings,
 )
@@ -58,6 +59,7 @@ class Settings:
     index: IndexSettings
     sessions: SessionSettings
     leases: LeaseSettings
+    pins: PinSettings
     limits: LimitSettings
     metrics: MetricsSettings
     log: LogSettings
@@ -222,6 +224,8 @@ def _fill_auto(values: Mapping[str, Value | None], memory: MemoryLimit) -> dict[
     chunk = max(64 * MiB, min(1 * GiB, pool // 16), 2 * (filled["ram.slab"] or block))
     fill("ram.chunk", min(1 * GiB, chunk // (2 * MiB) * 2 * MiB))
     fill("ram.slab", min(filled["ram.chunk"], max(auto_slab_nbytes(pool), block + PAGE_NBYTES - 1)))
+    fill("pins.max", pool // 4)
+    fill("nvme.prefetch_max", min(1 * GiB, pool // 8))
     fill("nvme.queue", max(MiB, min(256 * MiB, pool // 8)))
     fill("limits.block_max", min(64 * MiB, filled["ram.slab"]))
     plan = MemoryPlan(pool, 0, filled["index.rows_initial"])

@@ -94,6 +94,26 @@ class LeaseSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class PinSettings:
+    """Retention pins: chains that clients want kept."""
+
+    nbytes_max: int = setting(
+        "max",
+        Size(0, 16 * TiB, auto="1/4 of the pool"),
+        AUTO,
+        "Room in ram that pinned blocks of all clients may take; above it a pin is refused. More"
+        " than the pool has leaves none for others.",
+    )
+    pins_max: int = setting("pins_max", Whole(0, 1 << 20), 4096, "Pins at a time.")
+    keep_max_s: float = setting(
+        "keep_max",
+        Duration(1, 366 * 86400),
+        "72h",
+        "How long a pin holds at most, and if it names no time. Pins end with the daemon.",
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class LimitSettings:
     """Bounds of single calls."""
 

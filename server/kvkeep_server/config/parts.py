@@ -11,11 +11,14 @@ from kvkeep_server.core.memory_limit import read_memory_limit
 from kvkeep_server.core.quantities import show_size
 from kvkeep_server.core.settings_kinds import disk_nbytes
 from kvkeep_server.metrics.readings import Facts
+from kvkeep_server.policies.registry import prefetch_policy
 from kvkeep_server.service.namespaces import NamespaceLimits
 from kvkeep_server.service.sessions import SessionLimits
 from kvkeep_server.tiering.demotion import DemotionLimits
 from kvkeep_server.tiering.leases import LeaseLimits
 from kvkeep_server.tiering.nvme_side import NvmeFacts, NvmeMeans
+from kvkeep_server.tiering.prefetching import PrefetchFacts
+from kvkeep_server.tiering.retention_pins import PinLimits
 from kvkeep_server.tiers.nvme.segments import DirectorySettings
 from kvkeep_server.tiers.nvme.tier import NvmeSettings
 from kvkeep_server.tiers.ram.pool import PoolSettings
@@ -42,6 +45,12 @@ def lease_limits(settings: Settings) -> LeaseLimits:
     """Of leases."""
     leases = settings.leases
     return LeaseLimits(leases.ttl_s, leases.leases_max, leases.remembered_max)
+
+
+def pin_limits(settings: Settings) -> PinLimits:
+    """Of retention pins."""
+    pins = settings.pins
+    return PinLimits(pins.nbytes_max, pins.pins_max, pins.keep_max_s)
 
 
 def namespace_limits(settings: Settings, block_nbytes_max: int) -> NamespaceLimits:
@@ -93,7 +102,8 @@ def nvme_facts(settings: Settings, server_epoch: int, means: NvmeMeans) -> NvmeF
         server_epoch=server_epoch,
     )
     queue = DemotionLimits(blocks_max=nvme.queue_blocks_max, nbytes_max=nvme.queue_nbytes)
-    return NvmeFacts(tier, queue, nvme.read_threads, means)
+    prefetch = PrefetchFacts(prefetch_policy(nvme.prefetch)(), nvme.prefetch_nbytes_max)
+    return NvmeFacts(tier, queue, nvme.read_threads, prefetch, means)
 
 
 def nvme_directories(settings: Settings) -> tuple[DirectorySettings, ...]:
@@ -142,6 +152,8 @@ def metric_facts(settings: Settings) -> Facts:
         "kvkeep_staging_limit_bytes": settings.sessions.staging_total_nbytes_max,
         "kvkeep_namespaces_limit": settings.limits.namespaces_max,
         "kvkeep_leases_limit": settings.leases.leases_max,
+        "kvkeep_pins_limit": settings.pins.pins_max,
+        "kvkeep_pinned_limit_bytes": settings.pins.nbytes_max,
     }
     ram = settings.ram
     return Facts(

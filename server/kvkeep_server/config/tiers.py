@@ -13,7 +13,7 @@ from kvkeep_server.core.settings_kinds import (
     Size,
     Whole,
 )
-from kvkeep_server.policies.registry import ADMISSION, EVICTION
+from kvkeep_server.policies.registry import ADMISSION, EVICTION, PREFETCH
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +99,18 @@ class NvmeSettings:
     )
     queue_blocks_max: int = setting(
         "queue_blocks", Whole(1, 1 << 22), 65536, "As `queue`, in blocks."
+    )
+    prefetch: str = setting(
+        "prefetch",
+        Choice(tuple(PREFETCH)),
+        "chain",
+        "What of a chain that a client says it will ask for is brought into ram; none: nothing.",
+    )
+    prefetch_nbytes_max: int = setting(
+        "prefetch_max",
+        Size(0, 64 * GiB, auto="1/8 of the pool, at most 1GiB"),
+        AUTO,
+        "Blocks that wait to be brought for such hints. Full: hints are dropped.",
     )
     read_threads: int = setting(
         "read_threads", Whole(1, 64), 8, "Threads that read from it, as deep as the device likes."

@@ -28,6 +28,7 @@ class MissReason(IntEnum):
     TIER_DOWN = 9
     NAMESPACE_MISMATCH = 10
     NO_ROOM = 11
+    BYPASSED = 12
 
 
 class StopReason(IntEnum):
@@ -66,6 +67,8 @@ class CommitStatus(IntEnum):
     REFUSED_COLLISION = 6
     REFUSED_ORPHAN = 7
     FAILED = 8
+    REFUSED_READ_ONLY = 9
+    REFUSED_EPOCH = 10
 
 
 class RemovalStatus(IntEnum):

@@ -12,7 +12,8 @@ from math import prod
 from typing import NamedTuple
 
 from kvkeep_server.core.histogram import AGE_BOUNDS_S, DURATION_BOUNDS_S, HistogramValue
-from kvkeep_server.core.results import CommitStatus, MissReason, TierId
+from kvkeep_server.core.results import CommitStatus, MissReason, NamespaceMode, TierId
+from kvkeep_server.metrics.rpc_names import RPC_CODES, RPC_METHODS
 from kvkeep_server.tiering.manager import ReadCall
 
 
@@ -70,6 +71,23 @@ class Promoted(StrEnum):
     CORRUPT = "corrupt"
     MISSED = "missed"
     REFUSED = "refused"
+
+
+class Prefetched(StrEnum):
+    """What became of hints; names as in `tiering.prefetching`."""
+
+    PLANNED = "planned"
+    BROUGHT = "brought"
+    FAILED = "failed"
+    EXPIRED = "expired"
+    REFUSED = "refused"
+
+
+class Foreseen(StrEnum):
+    """Whether what was prefetched was asked for; names as in `tiering.foresight`."""
+
+    USED = "used"
+    WASTED = "wasted"
 
 
 class LogEvent(StrEnum):
@@ -149,64 +167,6 @@ def value_of(member: Enum) -> str:
 def _label(name: str, members: Iterable[Enum]) -> Label:
     return Label(name, tuple(value_of(member) for member in members))
 
-
-# The names of gRPC and of our services stand here once more, because nothing below `rpc/` sees
-# them; a test holds them to it.
-RPC_METHODS = (
-    *(
-        f"BlockCache/{name}"
-        for name in [
-            "OpenNamespace",
-            "Attach",
-            "Lookup",
-            "Acquire",
-            "Await",
-            "Release",
-            "Renew",
-            "Commit",
-            "Read",
-            "Write",
-            "Prefetch",
-            "Pin",
-            "Unpin",
-            "Remove",
-            "AdvanceEpoch",
-            "Watch",
-        ]
-    ),
-    *(
-        f"Admin/{name}"
-        for name in [
-            "Stats",
-            "ListNamespaces",
-            "SetNamespaceMode",
-            "Explain",
-            "Purge",
-            "SetQuota",
-            "Drain",
-            "Check",
-        ]
-    ),
-)
-RPC_CODES = (
-    "OK",
-    "CANCELLED",
-    "UNKNOWN",
-    "INVALID_ARGUMENT",
-    "DEADLINE_EXCEEDED",
-    "NOT_FOUND",
-    "ALREADY_EXISTS",
-    "PERMISSION_DENIED",
-    "RESOURCE_EXHAUSTED",
-    "FAILED_PRECONDITION",
-    "ABORTED",
-    "OUT_OF_RANGE",
-    "UNIMPLEMENTED",
-    "INTERNAL",
-    "UNAVAILABLE",
-    "DATA_LOSS",
-    "UNAUTHENTICATED",
-)
 
 _CALL = _label("call", ReadCall)
 _TIER = _label("tier", (tier for tier in TierId if tier is not TierId.UNSPECIFIED))
@@ -341,7 +301,8 @@ _TIERS = (
     Metric(
         "kvkeep_blocks_left_total",
         _COUNTER,
-        "Blocks that were in the tier and are not any more, by why: evicted, removed, corrupt.",
+        "Blocks that were in the tier and are not any more, by why: evicted, removed, corrupt,"
+        " namespace_mismatch (their epoch is over).",
         (_TIER, _REASON),
     ),
     Metric("kvkeep_tier_blocks", _GAUGE, "Blocks in the tier.", (_TIER,)),
@@ -396,6 +357,22 @@ _NVME = (
     ),
     Metric("kvkeep_promotion_bytes_total", _COUNTER, "Payload that came from nvme into ram."),
     Metric("kvkeep_promotion_units", _GAUGE, "Keys whose blocks are on their way into ram."),
+    Metric(
+        "kvkeep_prefetch_keys_total",
+        _COUNTER,
+        "Keys that hints named and that were not in ram. `refused`: too many hints wait; those that"
+        " were planned were brought in the end, or failed, or expired.",
+        (Label("prefetched", tuple(Prefetched)),),
+    ),
+    Metric(
+        "kvkeep_prefetch_foreseen_total",
+        _COUNTER,
+        "Keys that hints brought into ram: used later, or gone from there before. Many that are"
+        " wasted: hints are wrong or too early; `nvme.prefetch` turns them off.",
+        (Label("foreseen", tuple(Foreseen)),),
+    ),
+    Metric("kvkeep_prefetch_queue_bytes", _GAUGE, "Blocks that wait to be brought for hints."),
+    Metric("kvkeep_prefetch_queue_limit_bytes", _GAUGE, "`nvme.prefetch_max`."),
     Metric("kvkeep_nvme_payload_bytes_total", _COUNTER, "Payload that was written, once a block."),
     Metric(
         "kvkeep_nvme_written_bytes_total",
@@ -443,12 +420,29 @@ _CLIENTS = (
     Metric("kvkeep_staging_limit_bytes", _GAUGE, "`sessions.staging_total_max`."),
     Metric("kvkeep_namespaces", _GAUGE, "Open namespace sets."),
     Metric("kvkeep_namespaces_limit", _GAUGE, "`limits.namespaces_max`."),
+    Metric(
+        "kvkeep_namespaces_restricted",
+        _GAUGE,
+        "Namespace sets that are read-only or bypassed: `kvkeep namespace-mode`.",
+        (_label("mode", (NamespaceMode.READ_ONLY, NamespaceMode.BYPASS)),),
+    ),
+    Metric(
+        "kvkeep_epochs_advanced_total",
+        _COUNTER,
+        "Times that the weights of a namespace set were replaced in place (AdvanceEpoch).",
+    ),
     Metric("kvkeep_leases", _GAUGE, "Live leases."),
     Metric("kvkeep_leases_limit", _GAUGE, "`leases.leases_max`."),
     Metric(
         "kvkeep_leased_bytes", _GAUGE, "Payload under live leases; a block counts once a lease."
     ),
     Metric("kvkeep_leases_expired_total", _COUNTER, "Leases that ended by time, not by release."),
+    Metric("kvkeep_pins", _GAUGE, "Retention pins."),
+    Metric("kvkeep_pins_limit", _GAUGE, "`pins.pins_max`."),
+    Metric("kvkeep_pinned_bytes", _GAUGE, "Room in ram that pinned blocks take or would take."),
+    Metric("kvkeep_pinned_limit_bytes", _GAUGE, "`pins.max`."),
+    Metric("kvkeep_pins_refused_total", _COUNTER, "Pins that would have passed a limit."),
+    Metric("kvkeep_pins_expired_total", _COUNTER, "Pins that ended by time, not by Unpin."),
     Metric(
         "kvkeep_touch_records_lost_total",
         _COUNTER,

@@ -6,6 +6,7 @@ so they cannot hold a look-up up; and when the loop hangs, this page still says 
 """
 
 import asyncio
+import contextlib
 import logging
 import socket
 import threading
@@ -13,6 +14,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from kvkeep_server.core.clock import Clock
+from kvkeep_server.core.errors import FailedPreconditionError
+from kvkeep_server.core.settings_kinds import listen_address
 from kvkeep_server.metrics.catalog import Reading
 from kvkeep_server.metrics.collector import CONTENT_TYPE, process_readings, render
 from kvkeep_server.metrics.readings import Readings
@@ -243,3 +246,23 @@ async def _head(connection: socket.socket) -> bytes:
             raise EOFError
         received += part
     return bytes(received).partition(b"\r\n")[0]
+
+
+def scraped_at(listen: str, readings: Readings, clock: Clock) -> contextlib.ExitStack:
+    """The metrics endpoint, started if there is to be one; close what is returned.
+
+    Raises:
+        FailedPreconditionError: It cannot listen there.
+    """
+    ending = contextlib.ExitStack()
+    if listen:
+        host, port = listen_address(listen)
+        endpoint = Endpoint(host=host, port=port, readings=readings, clock=clock)
+        try:
+            endpoint.start()
+        except OSError as error:
+            msg = f"metrics.listen is {listen}: {error.strerror}; name another address or port"
+            raise FailedPreconditionError(msg) from error
+        _log.info("metrics", extra={"host": endpoint.address[0], "port": endpoint.address[1]})
+        ending.callback(endpoint.close)
+    return ending

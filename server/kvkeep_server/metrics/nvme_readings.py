@@ -7,6 +7,7 @@ from kvkeep_server.core.results import MissReason, TierId
 from kvkeep_server.metrics.catalog import (
     Demoted,
     LogEvent,
+    Prefetched,
     Promoted,
     Reading,
     SegmentKind,
@@ -48,6 +49,14 @@ def _ways(side: NvmeSide | None) -> Iterator[Reading]:
     nbytes = promotion.counts.nbytes if promotion else 0
     yield Reading("kvkeep_promotion_bytes_total", (), nbytes)
     yield Reading("kvkeep_promotion_units", (), promotion.in_flight if promotion else 0)
+    prefetching = side.prefetching if side else None
+    for prefetched in Prefetched:
+        keys = getattr(prefetching.counts, prefetched) if prefetching else 0
+        yield Reading("kvkeep_prefetch_keys_total", (prefetched,), keys)
+    nbytes = prefetching.queued_nbytes if prefetching else 0
+    yield Reading("kvkeep_prefetch_queue_bytes", (), nbytes)
+    limit = prefetching.facts.nbytes_max if prefetching else 0
+    yield Reading("kvkeep_prefetch_queue_limit_bytes", (), limit)
 
 
 def _log(side: NvmeSide | None) -> Iterator[Reading]:

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from kvkeep_server.core.histogram import Histogram
 from kvkeep_server.core.results import CommitStatus, MissReason, TierId
-from kvkeep_server.metrics.catalog import PoolState, Reading, RowState, value_of
+from kvkeep_server.metrics.catalog import Foreseen, PoolState, Reading, RowState, value_of
 from kvkeep_server.metrics.nvme_readings import nvme_readings
 from kvkeep_server.service.block_service import BlockService
 from kvkeep_server.tiering.nvme_side import LocalTiers
@@ -104,6 +104,7 @@ class Readings:
             *self._commits(),
             *self._tier(self._ram.stats()),
             *nvme_readings(self._nvme, self._service.manager.residency.held[TierId.NVME]),
+            *self._foreseen(),
             *self._index(),
             *self._clients(),
             *self._rpc(),
@@ -166,6 +167,12 @@ class Readings:
         yield Reading("kvkeep_pool_huge_chunks", (), pool.huge_chunks)
         yield Reading("kvkeep_pool_growth_refused", (), int(bool(pool.growth_refused)))
 
+    def _foreseen(self) -> Iterator[Reading]:
+        foresight = self._service.manager.residency.foresight
+        for foreseen in Foreseen:
+            keys = getattr(foresight, foreseen)
+            yield Reading("kvkeep_prefetch_foreseen_total", (foreseen,), keys)
+
     def _index(self) -> Iterator[Reading]:
         residency = self._service.manager.residency
         table = residency.table
@@ -186,13 +193,25 @@ class Readings:
         yield Reading("kvkeep_sessions_ended_total", (), sessions.ended_total)
         yield Reading("kvkeep_staging_bytes", (), sessions.staging_nbytes)
         yield Reading("kvkeep_namespaces", (), len(service.namespaces))
+        for mode, sets in service.control.count().items():
+            yield Reading("kvkeep_namespaces_restricted", (value_of(mode),), sets)
+        advanced = service.namespaces.epochs.advanced_total
+        yield Reading("kvkeep_epochs_advanced_total", (), advanced)
         yield Reading("kvkeep_leases", (), len(leases))
         yield Reading("kvkeep_leased_bytes", (), leases.leased_nbytes)
         yield Reading("kvkeep_leases_expired_total", (), leases.expired_total)
+        yield from self._pins()
         yield Reading("kvkeep_touch_records_lost_total", (), service.touches.lost)
         yield Reading("kvkeep_touch_records_invalid_total", (), service.touches.invalid)
         yield Reading("kvkeep_handovers_refused_total", (), handover.refused_total)
         yield Reading("kvkeep_handovers_dropped_total", (), handover.dropped_total)
+
+    def _pins(self) -> Iterator[Reading]:
+        pins = self._service.manager.pins
+        yield Reading("kvkeep_pins", (), len(pins))
+        yield Reading("kvkeep_pinned_bytes", (), pins.nbytes)
+        yield Reading("kvkeep_pins_refused_total", (), pins.counts.refused)
+        yield Reading("kvkeep_pins_expired_total", (), pins.counts.expired)
 
     def _rpc(self) -> Iterator[Reading]:
         for (method, code), calls in self._calls.ended.items():

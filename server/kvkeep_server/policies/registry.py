@@ -11,13 +11,16 @@ from kvkeep_server.policies.admission.always import AlwaysAdmission
 from kvkeep_server.policies.eviction import EvictionPolicy
 from kvkeep_server.policies.eviction.lru import LruEviction
 from kvkeep_server.policies.prefetch import PrefetchPolicy
+from kvkeep_server.policies.prefetch.chain import WholeChain
 from kvkeep_server.policies.prefetch.none import NoPrefetch
 
 EVICTION: Final[Mapping[str, type[EvictionPolicy]]] = MappingProxyType({"lru": LruEviction})
 ADMISSION: Final[Mapping[str, type[AdmissionPolicy]]] = MappingProxyType(
     {"always": AlwaysAdmission}
 )
-PREFETCH: Final[Mapping[str, type[PrefetchPolicy]]] = MappingProxyType({"none": NoPrefetch})
+PREFETCH: Final[Mapping[str, type[PrefetchPolicy]]] = MappingProxyType(
+    {"chain": WholeChain, "none": NoPrefetch}
+)
 
 _Policy = TypeVar("_Policy")
 
@@ -40,7 +43,7 @@ def admission_policy(name: str, *, field: str = "ram.admission") -> type[Admissi
     return _named(ADMISSION, name, field)
 
 
-def prefetch_policy(name: str, *, field: str = "ram.prefetch") -> type[PrefetchPolicy]:
+def prefetch_policy(name: str, *, field: str = "nvme.prefetch") -> type[PrefetchPolicy]:
     """The prefetch policy of this name; arguments and errors as in `eviction_policy`."""
     return _named(PREFETCH, name, field)
 

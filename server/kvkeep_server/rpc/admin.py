@@ -72,6 +72,9 @@ class AdminServicer(pb_grpc.AdminServicer):
             blocks_removed_total=service.manager.removal.counts.removed,
             blocks_corrupt_total=service.manager.removal.counts.corrupt,
             misses=convert.miss_counts(reads.missed_by()),
+            pins=len(service.manager.pins),
+            pinned_nbytes=service.manager.pins.nbytes,
+            pinned_limit_nbytes=service.manager.pins.limits.nbytes_max,
             nvme=None if self._nvme is None else self._nvme_stats(self._nvme),
         )
 
@@ -134,13 +137,22 @@ class AdminServicer(pb_grpc.AdminServicer):
         more = start + size < len(known)
         return pb.ListNamespacesResponse(
             namespaces=[
-                convert.namespace_message(known_set, *held)
+                convert.namespace_message(
+                    known_set, *held, self._service.control.mode_of(known_set)
+                )
                 for known_set, held in zip(page, self._service.held(page), strict=True)
             ],
             next_page_token=str(start + size) if more else "",
         )
 
-    SetNamespaceMode = not_served("SetNamespaceMode: read-only and bypass")
+    @unary
+    async def SetNamespaceMode(
+        self, request: pb.SetNamespaceModeRequest, _context: Context
+    ) -> pb.SetNamespaceModeResponse:
+        mode = convert.mode_of(request.mode)
+        previous = self._service.control.set_mode(request.set_id, mode)
+        return pb.SetNamespaceModeResponse(previous=convert.mode_message(previous))
+
     Explain = not_served("Explain: why a chain misses (Lookup says why its first block does)")
     Purge = not_served("Purge: emptying a tenant or a namespace set")
     SetQuota = not_served("SetQuota: bytes of a tenant")

@@ -85,12 +85,27 @@ class BlockCacheServicer(pb_grpc.BlockCacheServicer):
         removed = await self._calls.remove(self._session(context), request)
         return convert.removed_message(request, removed)
 
+    @unary
+    async def AdvanceEpoch(
+        self, request: pb.AdvanceEpochRequest, context: Context
+    ) -> pb.AdvanceEpochResponse:
+        epoch = await self._service.advance_epoch(
+            self._session(context), request.set_index, request.expected_epoch
+        )
+        return pb.AdvanceEpochResponse(namespace_epoch=epoch)
+
+    @unary
+    async def Prefetch(self, request: pb.PrefetchRequest, context: Context) -> pb.PrefetchResponse:
+        return self._calls.prefetch(self._session(context), request)
+
+    @unary
+    async def Pin(self, request: pb.PinRequest, context: Context) -> pb.PinResponse:
+        return self._calls.pin(self._session(context), request)
+
+    @unary
+    async def Unpin(self, request: pb.UnpinRequest, context: Context) -> pb.UnpinResponse:
+        return self._calls.unpin(self._session(context), request)
+
     Read = not_served("Read: bytes for clients on other hosts")
     Write = not_served("Write: bytes from clients on other hosts")
-    Prefetch = not_served("Prefetch: hints of what will be read")
-    Pin = not_served("Pin: retention pins")
-    Unpin = not_served("Unpin: retention pins")
-    AdvanceEpoch = not_served(
-        "AdvanceEpoch: new weights in place (open with a higher namespace_epoch instead)"
-    )
     Watch = not_served("Watch: events for routers")

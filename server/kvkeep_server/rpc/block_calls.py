@@ -2,6 +2,7 @@
 `block_cache.proto`."""
 
 import asyncio
+import math
 from collections.abc import Awaitable
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from kvkeep_server.rpc import convert
 from kvkeep_server.service.block_service import BlockService
 from kvkeep_server.service.sessions import Session
 from kvkeep_server.tiering.manager import Grant, ReadOrder
+from kvkeep_server.tiering.prefetching import PrefetchOrder
 from kvkeep_server.tiering.removal import Removed
 
 
@@ -50,9 +52,10 @@ class BlockCalls:
         spec = convert.spec_of(request.spec)
         self.service.check_layout(request.layout_version)
         opened = self.service.open_namespace(session, spec, request.local_ranks)
-        near = self.service.namespaces.near_misses(spec)
+        near = self.service.namespaces.near_misses(opened.namespace_set.spec)
         slots = [self.service.slot_nbytes(group.block_nbytes) for group in spec.groups]
-        return convert.opened_message(opened, near, self._limits, self._server_epoch, slots)
+        mode = self.service.control.mode_of(opened.namespace_set)
+        return convert.opened_message(opened, near, self._limits, self._server_epoch, slots, mode)
 
     def lookup(self, session: Session, request: pb.LookupRequest) -> pb.LookupResponse:
         """Lookup."""
@@ -101,6 +104,28 @@ class BlockCalls:
     ) -> asyncio.Task[NDArray[np.uint8]]:
         """Commit; see `BlockService.begin_commit`. `convert.commit_message` renders its result."""
         return self.service.begin_commit(session, convert.order_of(request))
+
+    def prefetch(self, session: Session, request: pb.PrefetchRequest) -> pb.PrefetchResponse:
+        """Prefetch."""
+        hints = convert.hints_of(request.hints)
+        order = PrefetchOrder(request.deadline_ms / 1000, request.byte_budget, hints)
+        planned = self.service.prefetch(session, request.set_index, request.keys, order)
+        return pb.PrefetchResponse(planned_blocks=planned)
+
+    def pin(self, session: Session, request: pb.PinRequest) -> pb.PinResponse:
+        """Pin."""
+        pinned = self.service.pin(session, request.set_index, request.keys, request.keep_for_s)
+        return pb.PinResponse(
+            pin_id=pinned.pin_id,
+            pinned_blocks=pinned.blocks,
+            budget_left_nbytes=self.service.manager.pins.left_nbytes,
+            keep_for_s=math.floor(pinned.keep_for_s),
+        )
+
+    def unpin(self, session: Session, request: pb.UnpinRequest) -> pb.UnpinResponse:
+        """Unpin."""
+        unpinned = self.service.unpin(session, request.pin_ids)
+        return pb.UnpinResponse(unpinned=unpinned, unknown=len(request.pin_ids) - unpinned)
 
     async def remove(self, session: Session, request: pb.RemoveRequest) -> Removed:
         """Remove. `convert.removed_message` renders the result."""

@@ -27,6 +27,7 @@ from kvkeep_server.core.results import (
     CommitStatus,
     GroupKind,
     MissReason,
+    NamespaceMode,
     RemovalStatus,
     StateMode,
     StopReason,
@@ -63,6 +64,7 @@ _GROUP_KINDS = _values(GroupKind)
 _STATE_MODES = _values(StateMode)
 _STOP_REASONS = _values(StopReason)
 _ACK_LEVELS = _values(AckLevel)
+_MODES = _values(NamespaceMode)
 _NO_HINTS = Hints()
 
 
@@ -221,6 +223,7 @@ def opened_message(
     limits: pb.Limits,
     server_epoch: int,
     slot_nbytes: Sequence[int],
+    mode: NamespaceMode,
 ) -> pb.OpenNamespaceResponse:
     """Answer to OpenNamespace."""
     namespace_set = opened.namespace_set
@@ -242,6 +245,7 @@ def opened_message(
         layout_version=LAYOUT_VERSION,
         near_misses=[pb.NearMiss(set_id=set_id, differing_fields=names) for set_id, names in near],
         slot_nbytes=slot_nbytes,
+        mode=mode_message(mode),
     )
 
 
@@ -408,7 +412,7 @@ def check_message(report: CheckReport) -> admin.CheckResponse:
 
 
 def namespace_message(
-    namespace_set: NamespaceSet, blocks: int, payload_nbytes: int
+    namespace_set: NamespaceSet, blocks: int, payload_nbytes: int, mode: NamespaceMode
 ) -> admin.NamespaceInfo:
     """One row of ListNamespaces."""
     return admin.NamespaceInfo(
@@ -417,5 +421,15 @@ def namespace_message(
         ranks=sorted({rank for rank, _ in namespace_set.keyspaces}),
         blocks=blocks,
         payload_nbytes=payload_nbytes,
-        mode=admin.NAMESPACE_MODE_NORMAL,
+        mode=mode_message(mode),
     )
+
+
+def mode_of(mode: int) -> NamespaceMode:
+    """A mode; one that this release does not know is UNSPECIFIED."""
+    return NamespaceMode(mode) if mode in _MODES else NamespaceMode.UNSPECIFIED
+
+
+def mode_message(mode: NamespaceMode) -> pb.NamespaceMode.ValueType:
+    """The wire form."""
+    return pb.NamespaceMode.ValueType(mode)

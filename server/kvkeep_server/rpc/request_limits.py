@@ -27,7 +27,7 @@ _STAGED_NBYTES = 12
 _WALKED_NBYTES = 64 << 10
 _FIELDS_MAX = 64
 # Their ids may come unpacked, and their limit is low.
-_MANY_FIELDS = frozenset({"Release", "Renew"})
+_MANY_FIELDS = frozenset({"Release", "Renew", "Unpin"})
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 _FIXED_NBYTES = {_FIXED64: 8, _FIXED32: 4}
 
@@ -36,7 +36,7 @@ class RequestLimits:
     """Bounds of requests, by the name of the call.
 
     Args:
-        keys_max: Keys, or leases, of one call.
+        keys_max: Keys, leases or pins of one call.
         message_nbytes_max: Of any request.
     """
 
@@ -50,6 +50,9 @@ class RequestLimits:
             "Lookup": keys,
             "Acquire": keys,
             "Remove": keys,
+            "Pin": keys,
+            "Prefetch": keys,
+            "Unpin": leases,
             "Release": leases,
             "Renew": leases,
             "Commit": keys + staged,

@@ -23,6 +23,7 @@ from kvkeep_server.core.results import AckLevel, MissReason, RenewStatus, StopRe
 from kvkeep_server.index.layout import LAYOUT_VERSION, PAGE_NBYTES
 from kvkeep_server.service.checking import Checker
 from kvkeep_server.service.commit_orders import WAIT_MAX_S, CommitOrder, batch_of
+from kvkeep_server.service.namespace_control import NamespaceControl
 from kvkeep_server.service.namespaces import Namespaces, NamespaceSet, OpenedNamespace
 from kvkeep_server.service.sessions import Session, Sessions
 from kvkeep_server.service.spec import NamespaceSpec
@@ -31,8 +32,17 @@ from kvkeep_server.tiering.chain import at_boundary
 from kvkeep_server.tiering.commit_plan import CommitBatch
 from kvkeep_server.tiering.commits import Commits
 from kvkeep_server.tiering.lineage import chain_to
-from kvkeep_server.tiering.manager import Arrived, Grant, Prefix, ReadOrder, TierManager
+from kvkeep_server.tiering.manager import (
+    Arrived,
+    Grant,
+    Prefix,
+    ReadCall,
+    ReadOrder,
+    TierManager,
+)
+from kvkeep_server.tiering.prefetching import PrefetchOrder
 from kvkeep_server.tiering.removal import Removed
+from kvkeep_server.tiering.retention_pins import Pinned
 
 I64 = NDArray[np.int64]
 U8 = NDArray[np.uint8]
@@ -93,6 +103,9 @@ class BlockService:
         self.sessions = sessions
         self.manager = manager
         self.commits = commits
+        self.control = NamespaceControl(
+            namespaces=namespaces, sessions=sessions, removal=manager.removal
+        )
         self.checker = Checker(manager=manager, clock=clock)
         self.touches = TouchCounts()
         self._clock = clock
@@ -122,13 +135,14 @@ class BlockService:
     def open_namespace(
         self, session: Session, spec: NamespaceSpec, local_ranks: Sequence[int]
     ) -> OpenedNamespace:
-        """Checks and opens; errors as `Namespaces.open`."""
+        """Checks and opens, in its present epoch; errors as `Namespaces.open`."""
+        theirs = self.control.serving(session.opened)
         try:
-            opened = self.namespaces.open(spec, local_ranks, session.opened)
+            opened = self.namespaces.open(spec, local_ranks, theirs)
         except ResourceExhaustedError:
             if not self._forget_idle():
                 raise
-            opened = self.namespaces.open(spec, local_ranks, session.opened)
+            opened = self.namespaces.open(spec, local_ranks, theirs)
         session.opened.add(opened.spaces.index)
         return opened
 
@@ -145,12 +159,25 @@ class BlockService:
         blocks = np.bincount(columns.keyspace[ids])
         return self.namespaces.forget(live, np.flatnonzero(blocks).tolist()) > 0
 
+    async def advance_epoch(self, session: Session, set_index: int, expected: int) -> int:
+        """Ends the epoch of a namespace set; see `NamespaceControl.advance`."""
+        namespace_set = self._opened(session, set_index).namespace_set
+        namespace_set.working += 1
+        try:
+            # A caller that goes away does not leave it half done.
+            return await asyncio.shield(self.control.advance(namespace_set, expected))
+        finally:
+            namespace_set.working -= 1
+
     def lookup(
         self, session: Session, set_index: int, keys: bytes, hints: Hints
     ) -> tuple[OpenedNamespace, Prefix]:
         """Longest usable prefix, without a lease."""
         opened = self._opened(session, set_index)
-        return opened, self.manager.lookup(opened.spaces, self._keys(opened, keys), hints)
+        batch = self._keys(opened, keys)
+        if hidden := self.control.hides(opened.namespace_set):
+            return opened, self.manager.find_nothing(ReadCall.LOOKUP, len(batch), hidden)
+        return opened, self.manager.lookup(opened.spaces, batch, hints)
 
     def acquire(
         self,
@@ -174,6 +201,9 @@ class BlockService:
                     "leave it empty for all",
                 )
         batch = self._keys(opened, keys)
+        if hidden := self.control.hides(opened.namespace_set):
+            prefix = self.manager.find_nothing(ReadCall.ACQUIRE, len(batch), hidden)
+            return Grant(prefix, None, 0, 0, 0, ()), len(batch)
         order = replace(order, wait_s=min(order.wait_s, WAIT_MAX_S), groups=wanted)
         grant = self.manager.acquire(opened.spaces, batch, order)
         if isinstance(grant, Grant):
@@ -220,10 +250,34 @@ class BlockService:
         """Extends leases; returns a status each and the life that they have now."""
         self._bounded("lease_ids", len(lease_ids))
         leases = self.manager.leases
-        opened = {self.namespaces.get(index).namespace_set.set_id for index in session.opened}
-        life_s = leases.life_s(ttl_s)
-        renewed = leases.renew(session.session_id, lease_ids, life_s, opened.__contains__)
+        life_s, may_join = leases.life_s(ttl_s), self._set_ids(session).__contains__
+        renewed = leases.renew(session.session_id, lease_ids, life_s, may_join)
         return renewed, life_s
+
+    def prefetch(self, session: Session, set_index: int, keys: bytes, order: PrefetchOrder) -> int:
+        """Takes up that these keys will be asked for; how many are to be brought into ram."""
+        opened = self._opened(session, set_index)
+        batch = self._keys(opened, keys)
+        prefetching = self.manager.prefetching
+        if prefetching is None or self.control.hides(opened.namespace_set):
+            return 0
+        return prefetching.plan(opened.spaces, batch, order)
+
+    def pin(self, session: Session, set_index: int, keys: bytes, keep_for_s: float) -> Pinned:
+        """Keeps the usable prefix for a while; see `RetentionPins.pin`."""
+        opened = self._opened(session, set_index)
+        batch = self._keys(opened, keys)
+        if self.control.hides(opened.namespace_set):
+            return Pinned(0, 0, 0.0)
+        return self.manager.pins.pin(opened.spaces, batch, keep_for_s)
+
+    def unpin(self, session: Session, pin_ids: Sequence[int]) -> int:
+        """Ends pins in namespace sets that the session has open; how many held."""
+        self._bounded("pin_ids", len(pin_ids))
+        return self.manager.pins.unpin(pin_ids, self._set_ids(session).__contains__)
+
+    def _set_ids(self, session: Session) -> set[bytes]:
+        return {self.namespaces.get(index).namespace_set.set_id for index in session.opened}
 
     def begin_commit(self, session: Session, order: CommitOrder) -> asyncio.Task[U8]:
         """Begins to seal blocks that lie in the session's staging; the result is one
@@ -242,7 +296,9 @@ class BlockService:
             msg = f"limits.commits_running_max = {running_max} commits are running"
             raise ResourceExhaustedError(msg, retry_after_s=0.05)
         self.sessions.begin_copy(session)
-        task = asyncio.create_task(self.commits.run(batch))
+        refusal = self.control.refuses(opened.namespace_set)
+        work = self.commits.run(batch) if refusal is None else self.commits.refuse(batch, refusal)
+        task = asyncio.create_task(work)
         self._running.add(task)
         opened.namespace_set.working += 1
 
@@ -259,6 +315,7 @@ class BlockService:
     async def finish(self) -> None:
         """Waits for the commits that run; takes no more."""
         self._finishing = True
+        await self.control.finish()
         while self._running:
             await asyncio.wait(set(self._running))
 
@@ -362,6 +419,7 @@ class BlockService:
     def sweep(self) -> None:
         """Ends leases and sessions whose time is over."""
         self.manager.leases.expire()
+        self.manager.pins.expire()
         for session in self.sessions.silent():
             self.sessions.end(session.session_id, "silent")
 

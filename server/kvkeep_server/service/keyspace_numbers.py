@@ -17,10 +17,16 @@ class KeyspaceNumbers:
 
     Args:
         add_keyspace: Told of every keyspace that got a number; see `BlockFinder.add_keyspace`.
+        is_over: Whether what was found of a boundary id is of an epoch that is over.
     """
 
-    def __init__(self, add_keyspace: Callable[[Keyspace], None]) -> None:
+    def __init__(
+        self,
+        add_keyspace: Callable[[Keyspace], None],
+        is_over: Callable[[bytes], bool] = lambda _: False,
+    ) -> None:
         """See the class."""
+        self._is_over = is_over
         self._add_keyspace = add_keyspace
         self._by_name: dict[Name, Keyspace] = {}
         self._ever = 0
@@ -67,8 +73,10 @@ class KeyspaceNumbers:
 
     def find_or_adopt(self, found: Keyspace) -> Keyspace | None:
         """The keyspace of this namespace id and group, made if nobody opened it yet; of `found` the
-        number, rank and seed do not count. None when it differs from the one that is known, or
-        there are too many. Its number stays as it is until `recovered`."""
+        number, rank and seed do not count. None when it differs from the one that is known, its
+        epoch is over, or there are too many. Its number stays as it is until `recovered`."""
+        if self._is_over(found.boundary_id):
+            return None
         name = (found.namespace_id, found.group)
         known = self._by_name.get(name)
         if known is not None:

@@ -16,10 +16,12 @@ from kvkeep_server.service.spec import (
     boundary_id_of,
     check_spec,
     checked_ranks,
+    family_id_of,
     namespace_id_of,
     set_id_of,
 )
 from kvkeep_server.tiering.boundaries import BoundaryRule
+from kvkeep_server.tiering.epochs import Epochs
 from kvkeep_server.tiering.keyspaces import (
     KEYSPACES_MAX,
     BoundaryGroup,
@@ -43,6 +45,7 @@ class NamespaceSet:
         set_id: 16 bytes.
         keyspaces: By (rank, group), of the ranks opened on this host.
         siblings: By boundary id, in the order of opening: where the blocks of one unit may lie.
+        family_id: 16 bytes that it shares with its other epochs.
         working: Calls that run and hold its keyspaces, also when their session is over.
     """
 
@@ -52,10 +55,12 @@ class NamespaceSet:
     siblings: dict[bytes, list[Keyspace]] = field(default_factory=dict)
     working: int = 0
     identity: dict[str, object] = field(init=False)
+    family_id: bytes = field(init=False)
 
     def __post_init__(self) -> None:
         """What others are compared with."""
         self.identity = _identity(self.spec)
+        self.family_id = family_id_of(self.spec)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +103,14 @@ class Namespaces:
     Args:
         limits: See `NamespaceLimits`.
         numbers: Of keyspaces.
+        epochs: Which are over: those cannot be opened any more.
     """
 
-    def __init__(self, *, limits: NamespaceLimits, numbers: KeyspaceNumbers) -> None:
+    def __init__(
+        self, *, limits: NamespaceLimits, numbers: KeyspaceNumbers, epochs: Epochs
+    ) -> None:
         """See the class."""
+        self.epochs = epochs
         self._limits = limits
         self._numbers = numbers
         self._sets: dict[bytes, NamespaceSet] = {}
@@ -121,7 +130,8 @@ class Namespaces:
     def open(
         self, spec: NamespaceSpec, local_ranks: Sequence[int], theirs: Collection[int] = ()
     ) -> OpenedNamespace:
-        """Checks a specification and gives its handle; the same for the same arguments.
+        """Checks a specification and gives the handle of its present epoch; the same for the same
+        arguments, until that is over.
 
         Args:
             spec: What to open.
@@ -135,6 +145,9 @@ class Namespaces:
         """
         check_spec(spec, self._limits.block_nbytes_max)
         ranks = checked_ranks(spec, local_ranks)
+        first = self.epochs.of(family_id_of(spec))
+        if spec.namespace_epoch < first:
+            spec = replace(spec, namespace_epoch=first)
         set_id = set_id_of(spec)
         handle = self._handles.get((set_id, ranks))
         if handle is not None and handle in theirs:

@@ -7,7 +7,7 @@ import hashlib
 import re
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvkeep_server.core.errors import InvalidArgumentError
 from kvkeep_server.core.keys import KEY_NBYTES_MAX, KEY_NBYTES_MIN
@@ -112,6 +112,11 @@ def _frame(parts: Sequence[tuple[int, bytes]]) -> bytes:
 def set_id_of(spec: NamespaceSpec) -> bytes:
     """16 bytes that name the namespace set."""
     return hashlib.sha256(encode(spec)).digest()[:16]
+
+
+def family_id_of(spec: NamespaceSpec) -> bytes:
+    """16 bytes that name the set in all of its epochs."""
+    return set_id_of(replace(spec, namespace_epoch=0))
 
 
 def boundary_id_of(set_id: bytes, group: int) -> bytes:

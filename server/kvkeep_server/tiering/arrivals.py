@@ -15,6 +15,7 @@ from kvkeep_server.index.table import IndexTable
 from kvkeep_server.policies import NO_PARENT
 from kvkeep_server.policies.eviction import EvictionPolicy
 from kvkeep_server.tiering.finding import BlockFinder
+from kvkeep_server.tiering.foresight import Foresight
 from kvkeep_server.tiering.held import Held
 from kvkeep_server.tiering.keyspaces import Keyspace, KeyspaceSet
 from kvkeep_server.tiering.sealed import PARENT_BEFORE, Marks, Sealed
@@ -58,6 +59,7 @@ class Arrivals(BlockFinder):
 
     Attributes:
         held: Blocks and bytes of each tier.
+        foresight: What became of units that were prefetched.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class Arrivals(BlockFinder):
             table=table, parents=policy.parents, clock=clock, ghost_places=ghost_places
         )
         self._policy = policy
+        self.foresight = Foresight()
         self.held = {TierId.RAM: Held(), TierId.NVME: Held()}
 
     def now_s(self) -> float:
@@ -156,6 +159,7 @@ class Arrivals(BlockFinder):
 
     def _leave_policy(self, units: I64) -> None:
         units = units[self.columns.in_ram[units]]
+        self.foresight.leave(units)
         self._policy.unpin(units[self.columns.pins[units] > 0])
         self._policy.remove(units)
         self.columns.in_ram[units] = False

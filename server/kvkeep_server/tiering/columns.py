@@ -335,6 +335,15 @@ class BlockColumns:
             at = following[following >= 0]
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
+    def summed(self, units: I64, of_blocks: Callable[[I64], I64]) -> I64:
+        """The sum of what `of_blocks` gives for the blocks of each of these units, which differ."""
+        if self._unit is None:
+            return of_blocks(units)
+        blocks, order = self.blocks_of(units), np.argsort(units)
+        place = order[np.searchsorted(units[order], self.unit_of(blocks))]
+        sums = np.bincount(place, weights=of_blocks(blocks), minlength=len(units))
+        return sums.astype(np.int64)
+
     def whole(self, units: I64, has: Callable[[I64], Mask]) -> Mask:
         """Which units have something in all of their blocks: `has` tells it of ids."""
         told = has(units)

@@ -81,7 +81,8 @@ class CommitCounts:
     @property
     def refused(self) -> int:
         """Blocks that were refused, for whatever reason."""
-        return int(self.by_status[CommitStatus.REFUSED_NO_ROOM : CommitStatus.FAILED].sum())
+        good = self.stored + self.already_stored
+        return int(self.by_status.sum()) - good - self.failed
 
     @property
     def failed(self) -> int:
@@ -150,6 +151,12 @@ class Commits:
         status = np.concatenate(parts)
         self.counts.add(status)
         return status
+
+    async def refuse(self, batch: CommitBatch, status: CommitStatus) -> U8:
+        """Stores nothing of the batch, for this reason; as `run`."""
+        refused = np.full(len(batch.keys), status, np.uint8)
+        self.counts.add(refused)
+        return refused
 
     async def _run(self, batch: CommitBatch) -> U8:
         await self._meet(batch)

@@ -81,7 +81,11 @@ class BlockFinder:
 
     def nbytes_of(self, blocks: I64) -> int:
         """Payload bytes of blocks."""
-        return int(self._sizes[self.columns.keyspace[blocks]].sum())
+        return int(self.sizes_of(blocks).sum())
+
+    def sizes_of(self, blocks: I64) -> I64:
+        """Payload bytes of each block."""
+        return self._sizes[self.columns.keyspace[blocks]]
 
     def fingerprints(self, keyspace: Keyspace, keys: KeyBatch) -> tuple[U64, U64]:
         """Tags and checks of keys in the present table."""

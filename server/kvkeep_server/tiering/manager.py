@@ -20,9 +20,11 @@ from kvkeep_server.core.results import BlockStatus, MissReason, TierId
 from kvkeep_server.tiering.chain import Chain, Needed
 from kvkeep_server.tiering.keyspaces import KeyspaceSet
 from kvkeep_server.tiering.leases import Coming, Lease, Leases
+from kvkeep_server.tiering.prefetching import Prefetching
 from kvkeep_server.tiering.promotion import Flights, Promotion
 from kvkeep_server.tiering.removal import Removal
 from kvkeep_server.tiering.residency import Residency
+from kvkeep_server.tiering.retention_pins import RetentionPins
 
 I64 = NDArray[np.int64]
 Mask = NDArray[np.bool_]
@@ -243,7 +245,9 @@ class TierManager:
         residency: Where blocks are.
         leases: Who may read.
         removal: Takes out by name.
+        pins: What clients want kept.
         promotion: Brings blocks into ram; None = all that there is is there.
+        prefetching: Does so ahead of reads; None as well.
     """
 
     def __init__(
@@ -252,9 +256,13 @@ class TierManager:
         residency: Residency,
         leases: Leases,
         removal: Removal,
+        pins: RetentionPins,
         promotion: Promotion | None = None,
+        prefetching: Prefetching | None = None,
     ) -> None:
         """See the class."""
+        self.prefetching = prefetching
+        self.pins = pins
         self.promotion = promotion
         self.residency = residency
         self.leases = leases
@@ -270,6 +278,11 @@ class TierManager:
         prefix = replace(prefix, groups=tuple(map(chain.of_group, groups)))
         self.counts.lookup.add(len(keys), prefix.blocks, prefix.ended, on_nvme=prefix.on_nvme)
         return prefix
+
+    def find_nothing(self, call: ReadCall, keys: int, reason: MissReason) -> Prefix:
+        """As a read of a namespace set that answers nothing, whatever is there."""
+        self.counts.by_call()[call].add(keys, 0, reason)
+        return Prefix(0, reason, 0.0)
 
     def _touch(self, chain: Chain, hints: Hints) -> None:
         """A request used the usable prefix."""
@@ -434,6 +447,7 @@ class TierManager:
         """
         self.residency.check()
         self.leases.check()
+        self.pins.check()
         self.check_counts()
 
     def check_counts(self) -> None:

@@ -12,15 +12,18 @@ from kvkeep_server.core.clock import Clock
 from kvkeep_server.core.errors import KVKeepError
 from kvkeep_server.policies.reinsertion.used import UsedReinsertion
 from kvkeep_server.tiering.demotion import Demotion, DemotionLimits
+from kvkeep_server.tiering.epochs import Epochs
 from kvkeep_server.tiering.keyspaces import KeyspaceBook
 from kvkeep_server.tiering.left_out import LeftOut
 from kvkeep_server.tiering.lineage import deepest_first
+from kvkeep_server.tiering.prefetching import PrefetchFacts, Prefetching
 from kvkeep_server.tiering.promotion import Promotion
 from kvkeep_server.tiering.records import Records
 from kvkeep_server.tiering.recovery import Recovery
 from kvkeep_server.tiering.removal import Removal
 from kvkeep_server.tiering.residency import Residency
 from kvkeep_server.tiering.room import RoomMaker
+from kvkeep_server.tiers.nvme.epoch_files import EpochFiles
 from kvkeep_server.tiers.nvme.files import Files
 from kvkeep_server.tiers.nvme.tier import NvmeSettings, NvmeTier
 from kvkeep_server.tiers.ram.tier import RamTier
@@ -52,12 +55,14 @@ class NvmeFacts:
         settings: Of the tier.
         queue: Of demotion.
         read_threads: That read from it.
+        prefetch: Of hints.
         means: See there.
     """
 
     settings: NvmeSettings
     queue: DemotionLimits
     read_threads: int
+    prefetch: PrefetchFacts
     means: NvmeMeans
 
 
@@ -70,6 +75,7 @@ class NvmeSide:
         ram: Where they come from and go to.
         room: Makes it there.
         book: Knows keyspaces by name.
+        epochs: Which are over.
     """
 
     def __init__(
@@ -79,11 +85,13 @@ class NvmeSide:
         ram: RamTier,
         room: RoomMaker,
         book: KeyspaceBook,
+        epochs: Epochs,
     ) -> None:
         """See the class."""
         files, clock, source = facts.means.files, facts.means.clock, facts.means.source
         self._residency = residency
         self._book = book
+        self._epochs = epochs
         self._sick: dict[str, str] = {}
         self._writers = ThreadPoolExecutor(_WRITE_THREADS, thread_name_prefix="kvkeep-write")
         self.records = Records(
@@ -97,6 +105,8 @@ class NvmeSide:
             writers=self._writers,
             owner=self.records,
         )
+        directories = [directory.path for directory in facts.settings.directories]
+        epochs.files = EpochFiles(directories=directories, files=files, writers=self._writers)
         self.demotion = Demotion(
             residency=residency,
             ram=ram,
@@ -106,6 +116,9 @@ class NvmeSide:
         )
         self._left_out = LeftOut(columns=residency.columns, demotion=self.demotion, clock=clock)
         self.promotion = Promotion(residency=residency, room=room, nvme=self.tier)
+        self.prefetching = Prefetching(
+            residency=residency, promotion=self.promotion, clock=clock, facts=facts.prefetch
+        )
         self.recovery = Recovery(
             residency=residency,
             room=room,
@@ -118,10 +131,30 @@ class NvmeSide:
             residency=residency, room=room, nvme=self.tier, settled=self.recovery.settled
         )
 
+    async def start(self) -> None:
+        """Takes the directories; see `NvmeTier.start`.
+
+        Raises:
+            FailedPreconditionError: A directory is another's, or not to be used.
+            OSError: A directory cannot be read.
+        """
+        await self.tier.start()
+        try:
+            await self._epochs.load()
+        except BaseException:
+            await self.tier.close()
+            raise
+
     async def run(self) -> None:
-        """Recovers, writes through, syncs, reclaims, and takes out what is lost."""
+        """Recovers, writes through, syncs, reclaims, prefetches, and takes out what is lost."""
         async with asyncio.TaskGroup() as tasks:
-            for work in (self.tier.run(), self.demotion.run(), self._recover(), self._sweep()):
+            for work in (
+                self.tier.run(),
+                self.demotion.run(),
+                self.prefetching.run(),
+                self._recover(),
+                self._sweep(),
+            ):
                 tasks.create_task(work)
 
     async def _recover(self) -> None:

@@ -114,6 +114,13 @@ class Promotion:
         either: list[asyncio.Future[Any]] = [self._landing, flights]
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
 
+    async def quiet(self) -> None:
+        """Until nothing is on its way."""
+        while self._flying:
+            if self._landing is None:
+                self._landing = asyncio.get_running_loop().create_future()
+            await asyncio.wait([self._landing])
+
     def _landed(self) -> None:
         if self._landing is not None:
             self._landing.set_result(None)
@@ -139,6 +146,7 @@ class Promotion:
         finally:
             for unit in units[landed:].tolist():
                 self._flying.pop(unit, None)
+            self._landed()
         return reason
 
     def _fitting(self, units: I64) -> int:

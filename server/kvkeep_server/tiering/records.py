@@ -90,6 +90,7 @@ class Records:
         units = units[columns.recorded(units)]
         last_used_s = columns.last_used_s(units)
         chosen = self._policy.choose(columns.reused[units], last_used_s)
+        chosen |= self._residency.kept(units)
         leaving = closed_part(columns, units[~chosen])
         self.evicted_ages.add(self._residency.now_s() - columns.last_used_s(leaving))
         self._residency.forget(columns.blocks_of(leaving), MissReason.EVICTED)

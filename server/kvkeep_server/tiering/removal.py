@@ -12,7 +12,7 @@ is tried again.
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -154,6 +154,34 @@ class Removal:
             return await self._take_out(find, MissReason.CORRUPT, rounds=_ROUNDS_MAX)
         return Removed(np.full(len(blocks), _REMOVED), len(blocks))
 
+    async def of_keyspaces(self, numbers: Collection[int]) -> int:
+        """Takes out all units of these keyspaces, leased ones too, a slice at a time; returns how
+        many. nvme is told nothing: of what it has of theirs nobody will ask.
+
+        The numbers must stay theirs meanwhile.
+        """
+        if self._settled is not None:
+            await self._settled()
+        columns, removed = self._residency.columns, 0
+        await self._room.index_at_rest()
+        async with self._searching:
+            rows, parents = columns.row.copy(), columns.parent.copy()
+            spaces = columns.keyspace.copy()
+            units = await asyncio.to_thread(_units_within, rows, parents, spaces, numbers)
+        wanted = np.array(sorted(numbers), np.uint16)
+        for start in range(0, len(units), _SLICE_UNITS):
+            await self._room.index_at_rest()
+            some = units[start : start + _SLICE_UNITS]
+            # Ids may be others' by now.
+            same = (columns.row[some] >= 0) & (columns.unit_of(some) == some)
+            some = some[same & np.isin(columns.keyspace[some], wanted)]
+            leaving = closed_part(columns, np.sort(some))
+            if len(leaving):
+                self._residency.withdraw(leaving, MissReason.NAMESPACE_MISMATCH)
+            removed += len(leaving)
+            await asyncio.sleep(0)
+        return removed
+
     async def of_lost(self) -> None:
         """Takes out the units that no tier has any more, and their descendants."""
         residency = self._residency
@@ -243,6 +271,19 @@ class Removal:
             assert self._nvme is not None
             await self._nvme.remove(one)
         return len(units)
+
+
+def _units_within(
+    rows: NDArray[np.int32],
+    parents: NDArray[np.int32],
+    spaces: NDArray[np.uint16],
+    numbers: Collection[int],
+) -> I64:
+    """What is resident of these keyspaces, leaves first: units, and blocks that are none. Runs in a
+    thread."""
+    wanted = np.zeros(1 << 16, bool)
+    wanted[list(numbers)] = True
+    return deepest_first(parents, np.flatnonzero(wanted[spaces] & (rows >= 0)))
 
 
 def _trees(parents: NDArray[np.int32], units: I64) -> I64:

@@ -6,6 +6,7 @@ out, units whole.
 """
 
 import random
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +15,7 @@ from kvkeep_server.core.clock import Clock
 from kvkeep_server.core.hints import Hints
 from kvkeep_server.core.histogram import AGE_BOUNDS_S, Histogram
 from kvkeep_server.core.results import MissReason, TierId
-from kvkeep_server.index.layout import STATE_MOVED, STATE_STOPPED, places_of
+from kvkeep_server.index.layout import PAGE_NBYTES, STATE_MOVED, STATE_STOPPED, places_of
 from kvkeep_server.policies.eviction import EvictionPolicy
 from kvkeep_server.tiering.arrivals import Arrivals
 from kvkeep_server.tiering.audit import Audit
@@ -26,6 +27,18 @@ from kvkeep_server.tiers.ram.tier import RamTier
 I64 = NDArray[np.int64]
 U64 = NDArray[np.uint64]
 NO_HINTS = Hints()
+
+
+class Retainer(Protocol):
+    """Keeps units by pins of its own."""
+
+    def keeps(self, units: I64) -> NDArray[np.bool_]:
+        """Which of these it keeps."""
+        ...
+
+    def leaving(self, units: I64) -> None:
+        """These are about to leave the index: takes its pins of them back."""
+        ...
 
 
 class Residency(Arrivals):
@@ -41,6 +54,9 @@ class Residency(Arrivals):
         clock: For ages.
         source: Seeds the index tables.
         settings: Of the tables.
+
+    Attributes:
+        retainer: Who keeps units for a while; None = nobody.
     """
 
     def __init__(
@@ -61,6 +77,7 @@ class Residency(Arrivals):
             ghost_places=settings.ghost_places,
         )
         self._ram = ram
+        self.retainer: Retainer | None = None
         # While the next table is built: the blocks that moved between tiers meanwhile.
         self._moved: list[I64] | None = None
         self.evicted_total = 0
@@ -104,6 +121,7 @@ class Residency(Arrivals):
         """A request used these units, which differ from each other, in chain order."""
         if len(units):
             now = self._clock.monotonic_s()
+            self.foresight.use(units)
             self.reuse_ages.add(now - self.columns.last_used_s(units))
             self._use(units, now)
             self._policy.touch(units[self.columns.in_ram[units]], hints, now)
@@ -145,6 +163,8 @@ class Residency(Arrivals):
     def withdraw(self, units: I64, reason: MissReason) -> int:
         """As `remove`, of pinned units too: nobody finds them any more, and the slots of those go
         back with their last pin. Every resident child of a unit leaves with it."""
+        if self.retainer is not None:
+            self.retainer.leaving(units)
         columns, pinned = self.columns, self.columns.pins[units] > 0
         blocks = columns.blocks_of(units)
         rows = columns.row[blocks].astype(np.int64)
@@ -281,6 +301,16 @@ class Residency(Arrivals):
         leaving = np.flatnonzero(units & columns.in_ram)
         if not columns.pins[leaving].any():
             self._leave_ram(leaving)
+
+    def slot_nbytes_of(self, blocks: I64) -> I64:
+        """Bytes of the slot that each block takes in ram, or would."""
+        return -(-self.sizes_of(blocks) // PAGE_NBYTES) * PAGE_NBYTES
+
+    def kept(self, units: I64) -> NDArray[np.bool_]:
+        """Which units somebody wants kept."""
+        if self.retainer is None:
+            return np.zeros(len(units), bool)
+        return self.retainer.keeps(units)
 
     def pinned_addresses(self, addresses: U64) -> NDArray[np.bool_]:
         """Which of these slots must stay: those of a pinned unit, or of one with a pinned

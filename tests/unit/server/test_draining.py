@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from types import SimpleNamespace
 
 import pytest
 
@@ -17,9 +16,8 @@ class Side:
     def __init__(self, drain_s):
         self.seen = []
         self.drain_s = drain_s
-        self.tier = SimpleNamespace(start=self._start)
 
-    async def _start(self):
+    async def start(self):
         self.seen.append("start")
 
     async def run(self):

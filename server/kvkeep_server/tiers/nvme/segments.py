@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from kvkeep_server.tiers.nvme.epoch_format import number_of
 from kvkeep_server.tiers.nvme.files import Files, Found
 from kvkeep_server.tiers.nvme.segment_format import FIRST_PAGE, PAGE_MAX, table_pages
 from kvkeep_server.tiers.record import PAGE_NBYTES
@@ -192,7 +193,7 @@ class SegmentTable:
         for entry in found:
             match = _NAME.fullmatch(entry.name)
             if match is None or not entry.regular or not int(match[1], 16):
-                if entry.name != LOCK_NAME:
+                if entry.name != LOCK_NAME and number_of(entry.name) is None:
                     self.foreign.append(entry.name)
                     self._foreign_nbytes += entry.disk_nbytes
                 continue

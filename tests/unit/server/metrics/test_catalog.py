@@ -11,12 +11,11 @@ from kvkeep_server.cli.config import metrics_lines
 from kvkeep_server.core.results import CommitStatus, MissReason, TierId
 from kvkeep_server.metrics.catalog import (
     CATALOG,
-    RPC_CODES,
-    RPC_METHODS,
     MetricKind,
     series_max,
     value_of,
 )
+from kvkeep_server.metrics.rpc_names import RPC_CODES, RPC_METHODS
 from kvkeep_server.rpc.server import METHODS
 
 ROOT = Path(__file__).parents[4]

@@ -20,11 +20,20 @@ from kvkeep_server.tiering.nvme_side import LocalTiers
 from tests.fakes.core_harness import Harness, keys_of, spec
 from tests.fakes.scraping import Page
 
-LIMITS = ("memory_limit_bytes", "commits_running_limit", "sessions_limit", "staging_limit_bytes")
+LIMITS = (
+    "memory_limit_bytes",
+    "commits_running_limit",
+    "sessions_limit",
+    "staging_limit_bytes",
+    "namespaces_limit",
+    "leases_limit",
+    "pins_limit",
+    "pinned_limit_bytes",
+)
 FACTS = Facts(
     ("0.1.0", "3.11"),
     ("lru", "always", "true"),
-    {f"kvkeep_{name}": 5 for name in (*LIMITS, "namespaces_limit", "leases_limit")},
+    {f"kvkeep_{name}": 5 for name in LIMITS},
 )
 
 

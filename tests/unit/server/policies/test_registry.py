@@ -8,6 +8,7 @@ from kvkeep_server.core.errors import InvalidArgumentError
 from kvkeep_server.policies import registry
 from kvkeep_server.policies.admission.always import AlwaysAdmission
 from kvkeep_server.policies.eviction.lru import LruEviction
+from kvkeep_server.policies.prefetch.chain import WholeChain
 from kvkeep_server.policies.prefetch.none import NoPrefetch
 
 
@@ -15,6 +16,7 @@ def test_names_lead_to_classes():
     assert registry.eviction_policy("lru") is LruEviction
     assert registry.admission_policy("always") is AlwaysAdmission
     assert registry.prefetch_policy("none") is NoPrefetch
+    assert registry.prefetch_policy("chain") is WholeChain
 
 
 @pytest.mark.parametrize(
@@ -24,7 +26,7 @@ def test_names_lead_to_classes():
         (registry.eviction_policy, "lfru", ["'lfru'", 'did you mean "lru"?']),
         (registry.eviction_policy, "", ["''", '"lru"', "take one of the allowed names"]),
         (registry.admission_policy, "allways", ["ram.admission", 'did you mean "always"?']),
-        (registry.prefetch_policy, "off", ["ram.prefetch", "'off'", '"none"']),
+        (registry.prefetch_policy, "off", ["nvme.prefetch", "'off'", '"none"']),
     ],
 )
 def test_unknown_name_says_what_to_do(look_up, name, words):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvkeep.v1 import admin_pb2, block_cache_pb2, session_pb2
+from kvkeep.v1 import block_cache_pb2, session_pb2
 from kvkeep_server.core import results
 from kvkeep_server.service.session_memory import FdKind
 
@@ -17,7 +17,7 @@ PAIRS = [
     (results.RemovalStatus, block_cache_pb2.RemovalStatus, "REMOVAL_STATUS_"),
     (results.GroupKind, block_cache_pb2.GroupKind, "GROUP_KIND_"),
     (results.StateMode, block_cache_pb2.StateMode, "STATE_MODE_"),
-    (results.NamespaceMode, admin_pb2.NamespaceMode, "NAMESPACE_MODE_"),
+    (results.NamespaceMode, block_cache_pb2.NamespaceMode, "NAMESPACE_MODE_"),
 ]
 
 

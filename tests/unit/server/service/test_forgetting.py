@@ -11,6 +11,7 @@ from kvkeep_server.core.keys import KeyBatch
 from kvkeep_server.core.results import CommitStatus, RenewStatus
 from kvkeep_server.service.keyspace_numbers import KeyspaceNumbers
 from kvkeep_server.service.namespaces import NamespaceLimits, Namespaces
+from kvkeep_server.tiering.epochs import Epochs
 from kvkeep_server.tiering.keyspaces import Keyspace
 from tests.fakes.core_harness import Gate, Harness, full, keys_of, spec
 
@@ -25,7 +26,7 @@ def numbers():
 
 @pytest.fixture
 def namespaces(numbers):
-    return Namespaces(limits=NamespaceLimits(64, 8, 64, 1 << 20), numbers=numbers)
+    return Namespaces(limits=NamespaceLimits(64, 8, 64, 1 << 20), numbers=numbers, epochs=Epochs())
 
 
 @pytest.fixture

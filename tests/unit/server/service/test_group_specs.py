@@ -7,6 +7,7 @@ from kvkeep_server.core.results import GroupKind, StateMode
 from kvkeep_server.service.keyspace_numbers import KeyspaceNumbers
 from kvkeep_server.service.namespaces import NamespaceLimits, Namespaces
 from kvkeep_server.service.spec import GroupSpec
+from kvkeep_server.tiering.epochs import Epochs
 from tests.fakes.core_harness import full, spec
 
 STATE = GroupSpec("state", GroupKind.STATE, 512, 4096, 0, StateMode.REPLAYABLE)
@@ -22,7 +23,7 @@ def keyspaces():
 @pytest.fixture
 def namespaces(keyspaces):
     limits = NamespaceLimits(64, 64, 4096, 1 << 20)
-    return Namespaces(limits=limits, numbers=KeyspaceNumbers(keyspaces.append))
+    return Namespaces(limits=limits, numbers=KeyspaceNumbers(keyspaces.append), epochs=Epochs())
 
 
 def test_each_window_and_state_group_forms_units_of_its_own(namespaces, keyspaces):

@@ -10,6 +10,7 @@ import pytest
 from kvkeep_server.core.errors import KVKeepError
 from kvkeep_server.service.keyspace_numbers import KeyspaceNumbers
 from kvkeep_server.service.namespaces import NamespaceLimits, Namespaces
+from kvkeep_server.tiering.epochs import Epochs
 from tests.fakes.core_harness import Harness, close_offers, hello, keys_of, spec
 
 PIECES = ["..", "/", "\0", "\n", "\\", "~", "$HOME", "-SEP-", "--", "@@x", "../evil", "/etc/passwd"]
@@ -74,7 +75,9 @@ def test_no_name_of_a_namespace_touches_a_file(audit, promise_count):
     with audit.listen() as heard:
         for _ in range(promise_count // 8 // 1000 + 1):
             limits = NamespaceLimits(1000, 1000, 1000, 1 << 20)
-            namespaces = Namespaces(limits=limits, numbers=KeyspaceNumbers(lambda _: None))
+            namespaces = Namespaces(
+                limits=limits, numbers=KeyspaceNumbers(lambda _: None), epochs=Epochs()
+            )
             for _ in range(1000):
                 tenant, model, weights, engine, layout, dtype, algorithm, switch = itertools.islice(
                     drawn, 8

@@ -29,6 +29,7 @@ from kvkeep_server.service.spec import (
     namespace_id_of,
     set_id_of,
 )
+from kvkeep_server.tiering.epochs import Epochs
 from tests.fakes.core_harness import full, spec
 
 VECTORS = json.loads(
@@ -47,7 +48,7 @@ def keyspaces():
 @pytest.fixture
 def namespaces(keyspaces):
     limits = NamespaceLimits(64, 64, 4096, 1 << 20)
-    return Namespaces(limits=limits, numbers=KeyspaceNumbers(keyspaces.append))
+    return Namespaces(limits=limits, numbers=KeyspaceNumbers(keyspaces.append), epochs=Epochs())
 
 
 # ---- the encoding
@@ -455,7 +456,7 @@ def test_ranks_that_are_none_of_it_are_refused(namespaces, ranks):
 @given(SPECS, st.lists(st.integers(0, 1 << 32), max_size=3))
 def test_whatever_comes_is_opened_or_refused_on_purpose(of, ranks):
     limits = NamespaceLimits(4, 4, 4096, 1 << 20)
-    namespaces = Namespaces(limits=limits, numbers=KeyspaceNumbers(lambda _: None))
+    namespaces = Namespaces(limits=limits, numbers=KeyspaceNumbers(lambda _: None), epochs=Epochs())
     opened = None
     with contextlib.suppress(KVKeepError):
         opened = namespaces.open(of, ranks)

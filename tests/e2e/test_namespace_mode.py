@@ -1,0 +1,96 @@
+"""`kvkeep namespace-mode` against a daemon that serves: what its clients find and may store."""
+
+import json
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+import kvkeep
+from kvkeep.results import CommitStatus
+from kvkeep_server.cli.main import kvkeep as command
+from tests.fakes.daemon_process import running_daemon
+from tests.fakes.generated_blocks import chain_keys, spec, store_chain
+from tests.fakes.waiting import wait_until
+
+NBYTES = 5000
+KEYS = chain_keys("a", 6)
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory):
+    with running_daemon(tmp_path_factory.mktemp("d")) as daemon:
+        yield daemon
+        daemon.check_log()
+
+
+@pytest.fixture
+def client(daemon):
+    with kvkeep.connect(daemon.runtime_dir, timeout_s=20) as client:
+        yield client
+
+
+@pytest.fixture
+def turn(daemon):
+    def turn(*arguments):
+        line = ["namespace-mode", *arguments, "--runtime-dir", str(daemon.runtime_dir)]
+        result = CliRunner().invoke(command, line, standalone_mode=False)
+        if result.exception is not None:
+            raise result.exception
+        return result.stdout
+
+    return turn
+
+
+def test_a_bypassed_set_is_as_if_it_were_not_there(client, daemon, turn):
+    namespace = client.open_namespace(spec(NBYTES, model="bypassed"))
+    assert store_chain(namespace, KEYS).stored == 6
+    said = turn("bypass", "--set", namespace.set_id.hex()[:8])
+    assert said == f"{namespace.set_id.hex()} was normal, is bypass\n"
+    # The client looks in shared memory by itself: it must have been told.
+    wait_until(lambda: namespace.lookup(KEYS).blocks == 0, 5, "the client knows")
+    assert not namespace.lookup(KEYS).complete
+    assert namespace.read_into(KEYS, np.empty(6 * NBYTES, np.uint8)) == 0
+    with namespace.acquire(KEYS) as found:
+        assert found.leased == 0
+    result = store_chain(namespace, chain_keys("b", 2))
+    assert set(result.status) == {CommitStatus.REFUSED_READ_ONLY}
+    # Who comes later is told when it opens the set.
+    with kvkeep.connect(daemon.runtime_dir, timeout_s=20) as other:
+        assert other.open_namespace(spec(NBYTES, model="bypassed")).lookup(KEYS).blocks == 0
+    turn("normal", "--model", "bypassed")
+    wait_until(lambda: namespace.lookup(KEYS).blocks == 6, 5, "the client knows")
+
+
+def test_a_read_only_set_is_found_and_takes_nothing(client, turn):
+    namespace = client.open_namespace(spec(NBYTES, model="read only"))
+    store_chain(namespace, KEYS)
+    answer = json.loads(turn("read-only", "--model", "read only", "--json"))
+    assert answer["namespaces"][0]["previous"] == "normal"
+    result = store_chain(namespace, chain_keys("b", 2))
+    assert set(result.status) == {CommitStatus.REFUSED_READ_ONLY}
+    assert namespace.lookup(KEYS).blocks == 6
+
+
+def test_what_is_set_is_shown(client, daemon, turn):
+    client.open_namespace(spec(NBYTES, model="shown"))
+    turn("read-only", "--model", "shown")
+    line = ["stats", "--runtime-dir", str(daemon.runtime_dir)]
+    text = CliRunner().invoke(command, line, standalone_mode=False).stdout
+    assert any("shown" in row and "[read-only]" in row for row in text.splitlines())
+    shown = json.loads(CliRunner().invoke(command, [*line, "--json"], standalone_mode=False).stdout)
+    modes = {one["model"]: one["mode"] for one in shown["namespaces"]}
+    assert modes["shown"] == "read-only"
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ((), "--set, --tenant, --model"),
+        (("--model", "no such model"), "no such model"),
+        (("--set", "zz"), "kvkeep stats"),
+    ],
+)
+def test_what_names_no_set_is_refused(client, turn, options, sentence):
+    with pytest.raises(Exception, match=sentence):
+        turn("bypass", *options)
