@@ -11,17 +11,23 @@ from kvkeep.copying import release_views, unchanged, view_blocks
 from kvkeep.errors import LeaseLostError
 from kvkeep.results import BlockStatus, MissReason, RenewStatus
 from kvkeep.spec import check_seconds, deadline_of, invalid
-from kvkeep.v1.block_cache_pb2 import TIER_ID_NVME, AcquireResponse, RenewRequest, TierRun
+from kvkeep.v1.block_cache_pb2 import (
+    TIER_ID_NVME,
+    AcquireResponse,
+    AwaitResponse,
+    LeasedColumn,
+    RenewRequest,
+    TierRun,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from types import TracebackType
     from typing import Self
 
     from numpy.typing import NDArray
 
     from kvkeep.opened import Opened
-    from kvkeep.session import Session
     from kvkeep.shared_memory import Chunk
 
 _GIVEN_BACK: Final = "the lease was given back; acquire again"
@@ -36,9 +42,18 @@ class _Column:
         self._generations: NDArray[np.uint64] = np.frombuffer(generations, dtype=np.uint64)
         self.views: list[memoryview] | None = None
 
+    def extend(self, addresses: bytes, generations: bytes) -> None:
+        self._packed += addresses
+        self.addresses = np.frombuffer(self._packed, dtype=np.uint64)
+        self._generations = np.concatenate(
+            [self._generations, np.frombuffer(generations, np.uint64)]
+        )
+
     def make_views(self, chunks: Mapping[int, Chunk], block_nbytes: int) -> list[memoryview]:
-        if self.views is None:
-            self.views = view_blocks(chunks, self.addresses, block_nbytes)
+        known = self.views or []
+        if self.views is None or len(known) < len(self.addresses):
+            new = view_blocks(chunks, self.addresses[len(known) :], block_nbytes)
+            self.views = [*known, *new]
         return self.views
 
     def release_views(self) -> None:
@@ -84,16 +99,11 @@ class Acquired:
         self,
         opened: Opened,
         response: AcquireResponse,
-        give_back: Callable[[Session, int], None],
         *,
         timeout_s: float,
     ) -> None:
-        """Made by `Namespace.acquire`.
-
-        Errors: UnavailableError when a chunk is not mapped in time; the lease is given back then.
-        """
+        """Made by `Namespace.acquire` and `submit_acquire`, which map what it shows."""
         self._opened = opened
-        self._give_back = give_back
         self._timeout_s = timeout_s
         self._status = response.status
         self.lease_id = response.lease_id
@@ -104,23 +114,72 @@ class Acquired:
         self.pending = self._status.count(BlockStatus.PENDING)
         self.ended = MissReason(response.ended)
         self.ttl_s = response.lease_ttl_ms / 1000
-        self._columns = {
-            (column.rank, column.group): _Column(column.addresses, column.generations)
-            for column in response.columns
-        }
-        self._positions = {
-            (column.rank, column.group): tuple(memoryview(column.positions).cast("I"))
-            for column in response.columns
-            if column.group in opened.rules
-        }
+        self._columns: dict[tuple[int, int], _Column] = {}
+        self._positions: dict[tuple[int, int], Sequence[int]] = {}
         self._open = bool(self.lease_id)
+        self._cut = False
         self._chunks: Mapping[int, Chunk] = {}
-        chunk_ids = set().union(*(column.chunk_ids() for column in self._columns.values()))
+        self._add(response.columns)
+
+    def _add(self, columns: Iterable[LeasedColumn]) -> None:
+        for column in columns:
+            key = (column.rank, column.group)
+            known = self._columns.get(key)
+            if known is None:
+                self._columns[key] = _Column(column.addresses, column.generations)
+            else:
+                known.extend(column.addresses, column.generations)
+            if column.group in self._opened.rules:
+                positions = memoryview(column.positions).cast("I")
+                self._positions[key] = (*self._positions.get(key, ()), *positions)
+
+    def add(self, arrived: AwaitResponse) -> None:
+        """What became of pending blocks: those that came follow the leased ones.
+
+        What comes behind one that will not come is of no use, and the lease shows none of it.
+        """
+        ready = arrived.status.count(BlockStatus.READY)
+        end = arrived.first_block + len(arrived.status)
+        self._status = self._status[: arrived.first_block] + arrived.status + self._status[end:]
+        self._add(arrived.columns)
+        self.leased += ready
+        self.from_nvme += ready
+        self.pending = self._status.count(BlockStatus.PENDING)
+        if ready < len(arrived.status):
+            corrupt = BlockStatus.CORRUPT in arrived.status
+            self.ended = MissReason.CORRUPT if corrupt else MissReason.TIER_DOWN
+            self.blocks = self.skipped + self.leased
+            self._cut = True
+
+    @property
+    def whole(self) -> bool:
+        """Whether all that was leased is there."""
+        return not (self.pending or self._cut)
+
+    def drop(self) -> None:
+        """Give the lease back, without a word on what was read. Idempotent."""
+        self._end()
+
+    def map_chunks(self, timeout_s: float) -> None:
+        """Before views are used. The lease is given back where it fails.
+
+        Errors: UnavailableError when a chunk is not mapped in time.
+        """
         try:
-            self._chunks = opened.session.wait_for_chunks(chunk_ids, timeout_s)
+            self._chunks = self._opened.session.wait_for_chunks(self._chunk_ids(), timeout_s)
         except BaseException:
             self._end()
             raise
+
+    def mapped(self) -> bool:
+        """Whether everything that it shows is mapped by now."""
+        chunks = self._opened.session.mapped_chunks(self._chunk_ids())
+        if chunks is not None:
+            self._chunks = chunks
+        return chunks is not None
+
+    def _chunk_ids(self) -> set[int]:
+        return set().union(*(column.chunk_ids() for column in self._columns.values()))
 
     @property
     def status(self) -> tuple[BlockStatus, ...]:
@@ -215,7 +274,7 @@ class Acquired:
         for column in self._columns.values():
             column.release_views()
         self._chunks = {}  # or a kept object would keep them mapped
-        self._give_back(self._opened.session, self.lease_id)
+        self._opened.session.give_back(self.lease_id)
         return exact
 
     def _column(self, rank: int | None, group: int) -> _Column:

@@ -121,6 +121,10 @@ class FakeDaemon(pb_grpc.BlockCacheServicer):
         self.failures: dict[str, deque[Failure]] = {}
         self.gates: dict[str, threading.Event] = {}
         self.refuse_hello = ""
+        # Blocks of an acquire that are ready at once; what else there is comes by Await, in twos.
+        self.ready_at_once: int | None = None
+        self.never_come = 0
+        self._coming: dict[int, list[pb.AwaitResponse]] = {}
         self.welcome_kinds = set(session_pb2.FdKind.values())
         self._next_lease = 1
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -370,11 +374,15 @@ class FakeDaemon(pb_grpc.BlockCacheServicer):
         if request.byte_budget:
             unit = sum(g.block_nbytes for g in opened.spec.groups) * len(opened.ranks)
             leased = min(leased, request.byte_budget // unit)
-        status = bytes([1] * (skip + leased) + [4] * (blocks - skip - leased))
         lease_id = 0
         if leased:
             lease_id, self._next_lease = self._next_lease, self._next_lease + 1
             self.leases.add(lease_id)
+        rest = 4
+        if self.ready_at_once is not None and leased > self.ready_at_once:
+            self._keep_back(lease_id, columns, range(skip + self.ready_at_once, skip + leased))
+            leased, rest = self.ready_at_once, 2
+        status = bytes([1] * (skip + leased) + [rest] * (blocks - skip - leased))
         return pb.AcquireResponse(
             lease_id=lease_id,
             lease_ttl_ms=request.lease_ttl_ms or self.lease_ttl_ms,
@@ -394,6 +402,37 @@ class FakeDaemon(pb_grpc.BlockCacheServicer):
             ],
             ended=pb.MISS_REASON_NEVER_SEEN if blocks < len(keys) else 0,
         )
+
+    def _keep_back(self, lease_id: int, columns: Any, keys: range) -> None:
+        answers = self._coming[lease_id] = []
+        last = keys.stop - self.never_come
+        for first in range(keys.start, last, 2):
+            stop = min(first + 2, last)
+            parts = [(shard, self.index.place[rows[first:stop]]) for shard, rows in columns.items()]
+            leased = [
+                pb.LeasedColumn(
+                    rank=shard[0],
+                    group=shard[1],
+                    addresses=addresses.tobytes(),
+                    generations=self._generations(addresses),
+                )
+                for shard, addresses in parts
+            ]
+            status = bytes([1] * (stop - first))
+            answers.append(pb.AwaitResponse(first_block=first, status=status, columns=leased))
+        if self.never_come:
+            status = bytes([5] + [3] * (self.never_come - 1))
+            answers.append(pb.AwaitResponse(first_block=last, status=status))
+
+    def Await(self, request, context):
+        """A piece each time that its gate is opened, if there is one."""
+        self._begin("Await", context)
+        for answer in self._coming.pop(request.lease_id):
+            yield answer
+            gate = self.gates.get("Await")
+            if gate is not None:
+                gate.clear()
+                gate.wait(30)
 
     def _generations(self, addresses: np.ndarray) -> bytes:
         """An address that is no slot's has one all the same."""
