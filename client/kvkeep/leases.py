@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import struct
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
+from google.protobuf.message import DecodeError
 
 from kvkeep.convert import milliseconds
 from kvkeep.copying import release_views, unchanged, view_blocks
 from kvkeep.errors import LeaseLostError
 from kvkeep.results import BlockStatus, MissReason, RenewStatus
 from kvkeep.spec import check_seconds, deadline_of, invalid
+from kvkeep.v1 import block_cache_pb2 as pb
 from kvkeep.v1.block_cache_pb2 import (
     TIER_ID_NVME,
     AcquireResponse,
@@ -30,6 +33,9 @@ if TYPE_CHECKING:
     from kvkeep.opened import Opened
     from kvkeep.shared_memory import Chunk
 
+# Between processes of one host and one release: version, server epoch, set id; then the response.
+_SHARED: Final = struct.Struct("<IQ16s")
+_SHARED_VERSION: Final = 0x4B560001
 _GIVEN_BACK: Final = "the lease was given back; acquire again"
 
 
@@ -39,15 +45,13 @@ class _Column:
     def __init__(self, addresses: bytes, generations: bytes) -> None:
         self._packed = addresses
         self.addresses: NDArray[np.uint64] = np.frombuffer(addresses, dtype=np.uint64)
-        self._generations: NDArray[np.uint64] = np.frombuffer(generations, dtype=np.uint64)
+        self.generations: NDArray[np.uint64] = np.frombuffer(generations, dtype=np.uint64)
         self.views: list[memoryview] | None = None
 
     def extend(self, addresses: bytes, generations: bytes) -> None:
         self._packed += addresses
         self.addresses = np.frombuffer(self._packed, dtype=np.uint64)
-        self._generations = np.concatenate(
-            [self._generations, np.frombuffer(generations, np.uint64)]
-        )
+        self.generations = np.concatenate([self.generations, np.frombuffer(generations, np.uint64)])
 
     def make_views(self, chunks: Mapping[int, Chunk], block_nbytes: int) -> list[memoryview]:
         known = self.views or []
@@ -72,7 +76,25 @@ class _Column:
         return found
 
     def unchanged(self, chunks: Mapping[int, Chunk]) -> int:
-        return unchanged(chunks, self.addresses, self._generations)
+        return unchanged(chunks, self.addresses, self.generations)
+
+
+def shared_response(opened: Opened, shared: bytes) -> AcquireResponse:
+    """What `Acquired.share` told. Errors: InvalidArgumentError, LeaseLostError."""
+    try:
+        version, epoch, set_id = _SHARED.unpack_from(shared)
+        response = AcquireResponse.FromString(shared[_SHARED.size :])
+    except (struct.error, TypeError, DecodeError):
+        version = 0
+    if version != _SHARED_VERSION:
+        what = "what Acquired.share() of this release gave"
+        raise invalid("shared", type(shared).__name__, what, "pass it on as it is")
+    if set_id != opened.set_id:
+        fix = "open the same namespace"
+        raise invalid("shared", "a lease of another namespace", "one of this namespace", fix)
+    if epoch != opened.session.server_epoch:
+        raise LeaseLostError("the lease ended with the daemon that gave it; acquire again")
+    return response
 
 
 class Acquired:
@@ -228,6 +250,36 @@ class Acquired:
     def exact(self, rank: int | None = None, group: int = 0) -> int:
         """How many leading blocks of a column still are what was leased; 0 after the release."""
         return self._column(rank, group).unchanged(self._chunks) if self._open else 0
+
+    def share(self) -> bytes:
+        """What another process of this host needs to read under this lease: see `Namespace.join`.
+
+        Errors: LeaseLostError (nothing is leased, or it was given back).
+        """
+        if not self._open:
+            raise LeaseLostError(_GIVEN_BACK)
+        columns = [
+            LeasedColumn(
+                rank=rank,
+                group=group,
+                addresses=column.addresses.tobytes(),
+                generations=column.generations.tobytes(),
+                positions=struct.pack(f"<{len(at)}I", *at),
+            )
+            for (rank, group), column in self._columns.items()
+            for at in [self._positions.get((rank, group), ())]
+        ]
+        response = AcquireResponse(
+            lease_id=self.lease_id,
+            prefix_blocks=self.blocks,
+            leased_blocks=self.leased,
+            status=self._status,
+            columns=columns,
+            ended=pb.MissReason.ValueType(self.ended),
+        )
+        opened = self._opened
+        head = _SHARED.pack(_SHARED_VERSION, opened.session.server_epoch, opened.set_id)
+        return head + response.SerializeToString()
 
     def renew(self, ttl_s: float | None = None, timeout_s: float | None = None) -> None:
         """Extend the lease; `ttl_s` None = the daemon's limit.

@@ -18,7 +18,7 @@ from kvkeep.convert import (
 )
 from kvkeep.copying import copy_blocks, targets_of
 from kvkeep.errors import DeadlineError, InvalidArgumentError, KVKeepError, UnavailableError
-from kvkeep.leases import Acquired
+from kvkeep.leases import Acquired, shared_response
 from kvkeep.opened import Opened
 from kvkeep.results import (
     NOTHING_FOUND,
@@ -247,6 +247,29 @@ class Namespace:
         except KVKeepError as error:
             ticket.lapse(error)
         return ticket
+
+    def join(
+        self, shared: bytes, *, ttl_s: float | None = None, timeout_s: float | None = None
+    ) -> Acquired:
+        """Hold a lease together with the process whose `Acquired.share` told of it.
+
+        The lease is renewed for `ttl_s`, and lasts until the last process that holds it gives it
+        back or ends. Blocks of the local ranks have views here. One call; make it before the first
+        copy.
+
+        Errors: LeaseLostError (it ran out and a slot was reused, or nobody holds it any more),
+        InvalidArgumentError, UnavailableError, DeadlineError.
+        """
+        deadline_s = deadline_of(timeout_s, self._timeout_s)
+        opened = self._require()
+        acquired = Acquired(opened, shared_response(opened, shared), timeout_s=deadline_s)
+        try:
+            acquired.renew(ttl_s, deadline_s)
+        except BaseException:
+            acquired.drop()  # the daemon may have heard of it
+            raise
+        acquired.map_chunks(deadline_s)
+        return acquired
 
     def read_into(
         self,
