@@ -15,6 +15,7 @@ import socket
 import struct
 import threading
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,7 @@ from kvkeep.v1 import session_pb2
 from kvkeep.v1.admin_pb2 import StatsResponse
 from kvkeep.v1.admin_pb2_grpc import AdminServicer, add_AdminServicer_to_server
 from tests.fakes import frames
+from tests.fakes.late_blocks import LateBlocks
 from tests.fakes.regions import FakeChunk, FakeIndex, FakeRegion, FakeTouchRing
 from tests.vectors.make_vectors import namespace_encoding
 
@@ -121,10 +123,7 @@ class FakeDaemon(pb_grpc.BlockCacheServicer):
         self.failures: dict[str, deque[Failure]] = {}
         self.gates: dict[str, threading.Event] = {}
         self.refuse_hello = ""
-        # Blocks of an acquire that are ready at once; what else there is comes by Await, in twos.
-        self.ready_at_once: int | None = None
-        self.never_come = 0
-        self._coming: dict[int, list[pb.AwaitResponse]] = {}
+        self.late = LateBlocks()
         self.welcome_kinds = set(session_pb2.FdKind.values())
         self._next_lease = 1
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -378,10 +377,8 @@ class FakeDaemon(pb_grpc.BlockCacheServicer):
         if leased:
             lease_id, self._next_lease = self._next_lease, self._next_lease + 1
             self.leases.add(lease_id)
-        rest = 4
-        if self.ready_at_once is not None and leased > self.ready_at_once:
-            self._keep_back(lease_id, columns, range(skip + self.ready_at_once, skip + leased))
-            leased, rest = self.ready_at_once, 2
+        ready = self.late.keep_back(lease_id, range(skip, skip + leased), columns, self._column)
+        rest, leased = 4 if ready == leased else 2, ready
         status = bytes([1] * (skip + leased) + [rest] * (blocks - skip - leased))
         return pb.AcquireResponse(
             lease_id=lease_id,
@@ -390,49 +387,26 @@ class FakeDaemon(pb_grpc.BlockCacheServicer):
             leased_blocks=leased,
             status=status + bytes([3]) * (len(keys) - blocks),
             columns=[
-                pb.LeasedColumn(
-                    rank=rank,
-                    group=group,
-                    addresses=addresses.tobytes(),
-                    generations=self._generations(addresses),
-                )
-                for (rank, group), rows in columns.items()
-                for addresses in [self.index.place[rows[skip : skip + leased]]]
+                self._column(shard, rows[skip : skip + leased])
+                for shard, rows in columns.items()
                 if leased
             ],
             ended=pb.MISS_REASON_NEVER_SEEN if blocks < len(keys) else 0,
         )
 
-    def _keep_back(self, lease_id: int, columns: Any, keys: range) -> None:
-        answers = self._coming[lease_id] = []
-        last = keys.stop - self.never_come
-        for first in range(keys.start, last, 2):
-            stop = min(first + 2, last)
-            parts = [(shard, self.index.place[rows[first:stop]]) for shard, rows in columns.items()]
-            leased = [
-                pb.LeasedColumn(
-                    rank=shard[0],
-                    group=shard[1],
-                    addresses=addresses.tobytes(),
-                    generations=self._generations(addresses),
-                )
-                for shard, addresses in parts
-            ]
-            status = bytes([1] * (stop - first))
-            answers.append(pb.AwaitResponse(first_block=first, status=status, columns=leased))
-        if self.never_come:
-            status = bytes([5] + [3] * (self.never_come - 1))
-            answers.append(pb.AwaitResponse(first_block=last, status=status))
+    def _column(self, shard: tuple[int, int], rows: Sequence[int]) -> pb.LeasedColumn:
+        addresses = self.index.place[list(rows)]
+        return pb.LeasedColumn(
+            rank=shard[0],
+            group=shard[1],
+            addresses=addresses.tobytes(),
+            generations=self._generations(addresses),
+        )
 
     def Await(self, request, context):
         """A piece each time that its gate is opened, if there is one."""
         self._begin("Await", context)
-        for answer in self._coming.pop(request.lease_id):
-            yield answer
-            gate = self.gates.get("Await")
-            if gate is not None:
-                gate.clear()
-                gate.wait(30)
+        yield from self.late.pieces(request.lease_id, self.gates.get("Await"))
 
     def _generations(self, addresses: np.ndarray) -> bytes:
         """An address that is no slot's has one all the same."""

@@ -88,7 +88,7 @@ def test_a_commits_room_comes_back_also_without_a_poll(client, daemon, namespace
 
 
 def test_pieces_are_told_as_they_come(client, daemon, namespace, keys):
-    daemon.ready_at_once = 2
+    daemon.late.ready_at_once = 2
     gate = daemon.gates["Await"] = threading.Event()
     ticket = namespace.submit_acquire(keys)
     seen = []
@@ -108,7 +108,7 @@ def test_pieces_are_told_as_they_come(client, daemon, namespace, keys):
 
 
 def test_what_does_not_come_shortens_the_prefix(client, daemon, namespace, keys):
-    daemon.ready_at_once, daemon.never_come = 2, 3
+    daemon.late.ready_at_once, daemon.late.never_come = 2, 3
     ticket = namespace.submit_acquire(keys)
     collected(client, ticket)
     acquired = ticket.acquired
@@ -118,7 +118,7 @@ def test_what_does_not_come_shortens_the_prefix(client, daemon, namespace, keys)
 
 
 def test_what_did_not_come_in_time_is_done_without(client, daemon, namespace, keys):
-    daemon.ready_at_once = 2
+    daemon.late.ready_at_once = 2
     daemon.gates["Await"] = threading.Event()
     ticket = namespace.submit_acquire(keys, timeout_s=0.2)
     told = collected(client, ticket)
@@ -139,7 +139,7 @@ def test_a_window_belongs_to_the_whole(client, daemon):
         for group in (0, 1):
             namespace_id = opened._namespace_ids[0]
             daemon.put(namespace_id, group, key, bytes(4096))
-    daemon.ready_at_once, daemon.never_come = 2, 1
+    daemon.late.ready_at_once, daemon.late.never_come = 2, 1
     ticket = namespace.submit_acquire(keys)
     assert collected(client, ticket) == [ticket]
     assert ticket.state is NOTHING
