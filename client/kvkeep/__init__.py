@@ -27,6 +27,7 @@ from kvkeep.results import (
     BlockStatus,
     CommitResult,
     CommitStatus,
+    Health,
     Lookup,
     MissReason,
     Pin,
@@ -41,17 +42,21 @@ if TYPE_CHECKING:
     from kvkeep.leases import Acquired
     from kvkeep.namespace import Namespace
     from kvkeep.store import Store
+    from kvkeep.tickets import AcquireTicket, CommitTicket, TicketState
 
 __all__ = [
     "AckLevel",
+    "AcquireTicket",
     "Acquired",
     "BlockStatus",
     "Client",
     "CommitResult",
     "CommitStatus",
+    "CommitTicket",
     "DeadlineError",
     "Group",
     "GroupKind",
+    "Health",
     "Hints",
     "InvalidArgumentError",
     "KVKeepError",
@@ -69,16 +74,20 @@ __all__ = [
     "StateMode",
     "StopReason",
     "Store",
+    "TicketState",
     "UnavailableError",
     "chain_hash",
     "connect",
 ]
 
 _LOADED_ON_USE = {
+    "AcquireTicket": "kvkeep.tickets",
     "Acquired": "kvkeep.leases",
     "Client": "kvkeep.client",
+    "CommitTicket": "kvkeep.tickets",
     "Namespace": "kvkeep.namespace",
     "Store": "kvkeep.store",
+    "TicketState": "kvkeep.tickets",
     "connect": "kvkeep.client",
 }
 

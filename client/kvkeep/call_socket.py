@@ -7,7 +7,9 @@ The frames are those of proto/kvkeep/v1/shared_memory.md, section 1. Two facts s
 - In an engine other Python threads are always busy, and a thread that gives the GIL up gets it back
   only after a switch interval of 5 ms. So sending and looking keep the GIL; only sleeping drops it.
 
-Whoever waits first reads for all who wait.
+Sending never waits: what the daemon does not take at once is kept, and goes out with whatever is
+done next. So a call can be begun in a loop that must not be held up, and its reply taken later
+(`take`); who can wait, waits (`wait`). Whoever waits first reads for all who wait.
 """
 
 from __future__ import annotations
@@ -21,23 +23,30 @@ import socket
 import struct
 import threading
 import time
+from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kvkeep.errors import DeadlineError, SessionLostError
-from kvkeep.waking import NAP_S, release
+from kvkeep.breaker import Breaker
+from kvkeep.errors import DeadlineError, SessionLostError, UnavailableError
+from kvkeep.v1.session_pb2 import CallMethod
+from kvkeep.waking import NAP_S, EventFd, release
 
 if TYPE_CHECKING:
-    from google.protobuf.message import Message
+    from collections.abc import Callable
 
-# Bytes of the payload, method or status, 0, ms until a retry makes sense, call id.
+# Bytes of the payload, method or status, 0 or _MORE, ms until a retry makes sense, call id.
 _HEADER: Final = struct.Struct("<IHHII")
+_MORE: Final = 1
+# Who posts more than this to a daemon that takes nothing, posts in vain.
+_POSTS_UNSENT_MAX: Final = 1 << 16
 _READ_NBYTES: Final = 1 << 18
-_CALL_IDS: Final = 1 << 32
-# How long a sender naps while another sends.
-_TURN_S: Final = 0.0005
+_CALL_IDS: Final = (1 << 32) - 1
+# How long one naps while another is just taking replies.
+_TURN_MS: Final = 0.5
 # poll() takes no more than 2^31 milliseconds.
 _SLEEP_MAX_S: Final = 3600.0
+SILENT: Final = "the daemon does not answer; nothing is asked of it until it answers a probe"
 _HUNG_UP: Final = "the daemon hung up: the session is over"
 # Longer than the daemon takes for a call that copies nothing. On one core it could not answer.
 _LOOK_S: Final = 0.0006 if len(os.sched_getaffinity(0)) > 1 else 0.0
@@ -61,26 +70,68 @@ class Reply(NamedTuple):
         status: As gRPC numbers them; 0 = OK.
         retry_after_s: With RESOURCE_EXHAUSTED.
         payload: The response message, or a sentence.
+        more: Another reply to the same call follows.
     """
 
     status: int
     retry_after_s: float
     payload: bytes
+    more: bool = False
 
 
 class PendingCall:
-    """A call that was sent."""
+    """A call that was begun.
 
-    __slots__ = ("call_id", "look_s", "reply", "until_s", "wake", "what")
+    Attributes:
+        method: A CallMethod.
+        what: Its name, for messages.
+        until_s: Its deadline, monotonic seconds.
+        reply: The last one, or None.
+        left: Nobody waits for it any more.
+    """
 
-    def __init__(self, call_id: int, what: str, until_s: float, look_s: float) -> None:
-        """Made by `CallSocket.begin`."""
-        self.call_id = call_id
+    __slots__ = (
+        "asleep",
+        "begun",
+        "call_id",
+        "frame",
+        "left",
+        "look_s",
+        "method",
+        "on_reply",
+        "reply",
+        "until_s",
+        "wake",
+        "what",
+    )
+
+    def __init__(
+        self,
+        method: int,
+        what: str,
+        until_s: float,
+        *,
+        quick: bool = True,
+        on_reply: Callable[[Reply | None], None] | None = None,
+    ) -> None:
+        """For `CallSocket.begin`.
+
+        `quick`: its reply is worth looking for before who waits for it sleeps. `on_reply` gets
+        each reply, in the thread that happens to read it, also when nobody waits any more; None
+        when it turns out that the call never went out. It must be short, and raise nothing.
+        """
+        self.method = method
         self.what = what
         self.until_s = until_s
-        self.look_s = look_s
+        self.look_s = _LOOK_S if quick else 0.0
+        self.on_reply = on_reply
+        self.call_id = 0
+        self.frame: bytes | None = None  # what did not go out yet; None before it is begun
+        self.begun = False  # some of it did
+        self.left = False
         self.reply: Reply | None = None
         self.wake: threading.Lock | None = None  # released when there is news for its sleeper
+        self.asleep = False  # on the socket itself
 
 
 class CallSocket:
@@ -92,61 +143,92 @@ class CallSocket:
     nonsense of all that follow.
 
     The descriptor goes with the last reference, never under a thread that is using it.
+
+    Attributes:
+        breaker: Whether the daemon answers.
+        unattended: Calls that nobody waits for, whose replies matter all the same.
     """
 
-    def __init__(self, fd: int) -> None:
-        """Takes `fd` over."""
+    def __init__(self, fd: int, *, on_change: Callable[[], None] = lambda: None) -> None:
+        """Takes `fd` over. `on_change`: `breaker` or `unattended` is to be looked at."""
         self._socket = socket.socket(fileno=fd)
         self._fd = fd
-        self._ids = itertools.count(1)
+        self._ids = itertools.count()
         self._waiting: dict[int, PendingCall] = {}
-        # Guards the two turns, and `PendingCall.wake`.
+        self._outbox: deque[PendingCall] = deque()
+        self.unattended: set[int] = set()
+        self.breaker = Breaker(send_probe=self._send_probe, on_change=on_change)
+        self._on_change = on_change
+        # Guards the turns, and `PendingCall.wake`.
         self._lock = threading.Lock()
         self._sending = False
         self._reading = False
+        self._taking = False
         # Bytes are on their way into or out of the stream.
         self._putting = False
-        self._taking = False
+        self._torn = False
         self._buffer = ctypes.create_string_buffer(_READ_NBYTES)
         self._view = memoryview(self._buffer).cast("B")
         self._unread = bytearray()
+        self._nudge = EventFd()
         self._lost = ""
         # What could still arrive is of no use.
         self._deaf = False
 
-    def begin(
-        self, method: int, request: Message, timeout_s: float, what: str, *, quick: bool = True
-    ) -> PendingCall:
-        """Send a call. `quick`: its reply is worth looking for before the caller sleeps.
+    def fileno(self) -> int:
+        """For polling."""
+        return self._fd
 
-        Errors: DeadlineError, SessionLostError.
+    @property
+    def lost(self) -> bool:
+        """Nothing comes from it any more."""
+        return bool(self._lost)
+
+    @property
+    def unsent(self) -> int:
+        """Calls that wait for the daemon to take more."""
+        return len(self._outbox)
+
+    def begin(self, pending: PendingCall, payload: bytes) -> PendingCall:
+        """Send a call, or as much of it as the daemon takes now. Never waits.
+
+        Errors: SessionLostError, UnavailableError (the daemon does not answer). `leave` it then.
         """
-        until_s = time.monotonic() + timeout_s
-        payload = request.SerializeToString()
-        call_id = next(self._ids) % _CALL_IDS
-        pending = PendingCall(call_id, what, until_s, _LOOK_S if quick else 0.0)
-        self._waiting[call_id] = pending
-        mine = sent = False
-        try:
-            while not mine:
-                with self._lock:
-                    if not self._sending:
-                        self._sending = mine = True
-                if not mine:
-                    self._wait_for_turn(pending)
-            self._send(_HEADER.pack(len(payload), method, 0, 0, call_id) + payload, pending)
-            sent = True
-        finally:
-            if mine:
-                if self._putting:
-                    self.close()
-                self._putting = self._sending = False
-            if not sent:
-                self._waiting.pop(call_id, None)
+        self.breaker.check()
+        if self.breaker.open:
+            raise UnavailableError(f"{pending.what}: {SILENT}")
+        self._begin(pending, payload)
+        if self._lost:
+            raise self.failure(pending.what)
         return pending
 
+    def _begin(self, pending: PendingCall, payload: bytes) -> None:
+        pending.call_id = call_id = 1 + next(self._ids) % _CALL_IDS  # 0 is for posts
+        self._waiting[call_id] = pending
+        pending.frame = _HEADER.pack(len(payload), pending.method, 0, 0, call_id) + payload
+        self._outbox.append(pending)
+        self.flush()
+
+    def post(self, method: int, payload: bytes) -> None:
+        """Send a call whose reply does not matter, whether the daemon answers now or not."""
+        pending = PendingCall(method, "", 0.0)
+        pending.frame = _HEADER.pack(len(payload), method, 0, 0, 0) + payload
+        if len(self._outbox) < _POSTS_UNSENT_MAX:
+            self._outbox.append(pending)
+        # Takes what earlier ones left, too.
+        self.take()
+
+    def _send_probe(self) -> None:
+        probe = PendingCall(CallMethod.CALL_METHOD_RELEASE, "", 0.0, on_reply=self._on_probe)
+        self._begin(probe, b"")
+        self._attend(probe)
+
+    def _on_probe(self, reply: Reply | None) -> None:
+        if reply is not None:
+            self.breaker.probed()
+
     def wait(self, pending: PendingCall) -> Reply:
-        """The reply to a call. Errors: as `begin`."""
+        """The reply to a call. Errors: DeadlineError, SessionLostError."""
         mine = False
         try:
             while pending.reply is None:
@@ -161,10 +243,32 @@ class CallSocket:
                     self._sleep(pending)
         finally:
             if mine:
-                self._stop_reading()
-            self._waiting.pop(pending.call_id, None)
+                self._reading = False
+            self.leave(pending)
             self._pass_on()
         return pending.reply
+
+    def leave(self, pending: PendingCall) -> None:
+        """Nobody waits for this call any more; its `on_reply` still hears of it. Idempotent."""
+        pending.left = True
+        with self._lock:
+            # While another sends, nobody knows.
+            never = not (pending.begun or self._sending or pending.frame == b"")
+            if never:
+                pending.frame = b""
+        if never or pending.reply is not None or pending.on_reply is None:
+            self._waiting.pop(pending.call_id, None)
+            if never and pending.on_reply is not None:
+                pending.on_reply(None)
+        elif pending.call_id in self._waiting:
+            self._attend(pending)
+
+    def _attend(self, pending: PendingCall) -> None:
+        self.unattended.add(pending.call_id)
+        if pending.call_id not in self._waiting:
+            self.unattended.discard(pending.call_id)  # its reply came in between
+        else:
+            self._on_change()
 
     def close(self) -> None:
         """Calls under way, unless their reply is here, and later ones raise SessionLostError.
@@ -179,6 +283,7 @@ class CallSocket:
         """In a forked child: let go without a word, for the parent goes on using it."""
         self._lost, self._deaf = "the session is the parent's", True
         self._socket.close()
+        self._nudge.close()
 
     def __del__(self) -> None:
         with suppress(AttributeError):
@@ -186,53 +291,55 @@ class CallSocket:
 
     # --- sending
 
-    def _wait_for_turn(self, pending: PendingCall) -> None:
-        """Another sends: a matter of microseconds, unless the daemon takes nothing."""
-        if time.monotonic() >= pending.until_s:
-            raise DeadlineError(f"{pending.what}: the daemon takes no calls")
-        self._poll(select.POLLOUT, _TURN_S)
+    def flush(self) -> None:
+        """Send what waits, as far as the daemon takes it. Never waits."""
+        # Once more after each turn: what was added at its end was left to it.
+        while self._outbox and not self._lost:
+            mine = False
+            try:
+                with self._lock:
+                    if not self._sending:
+                        self._sending = mine = True
+                if not mine or not self._send_turn():
+                    break
+            finally:
+                if mine:
+                    if self._putting:
+                        self.close()
+                    self._putting = self._sending = False
+        if self._lost:
+            self._outbox.clear()
+        elif self._outbox and self._reading:
+            self._nudge.ring()  # who sleeps on the socket waits for room as well, from now on
 
-    def _send(self, frame: bytes, pending: PendingCall) -> None:
-        begun = False
-        while frame:
-            if self._lost:
-                raise self._failure(pending.what)
+    def _send_turn(self) -> bool:
+        """Whether everything went out."""
+        outbox = self._outbox
+        while outbox:
+            pending = outbox[0]
+            frame = pending.frame or b""
             self._putting = True
-            sent = _send(self._fd, frame, len(frame), _SEND_FLAGS)
-            if sent > 0:
-                begun, frame = True, frame[sent:]
-            elif ctypes.get_errno() in _AGAIN:
-                self._putting = begun
-                self._wait_to_send(pending)
-            else:
+            # A frame is empty when its caller left before any of it went out.
+            sent = _send(self._fd, frame, len(frame), _SEND_FLAGS) if frame else 0
+            if sent == len(frame):
+                pending.frame = b""
+                outbox.popleft()
+            elif sent > 0:
+                pending.begun, pending.frame = True, frame[sent:]
+            elif ctypes.get_errno() not in _AGAIN:
                 self._lost = self._lost or _HUNG_UP
-        self._putting = False
+            self._putting = False
+            if sent < 0:
+                return False
+        return True
 
-    def _wait_to_send(self, pending: PendingCall) -> None:
-        """The daemon reads on when its replies are read, so that is done meanwhile."""
-        left_s = pending.until_s - time.monotonic()
-        if left_s <= 0:
-            raise DeadlineError(f"{pending.what}: the daemon takes no calls")
-        if not self._poll(select.POLLOUT | select.POLLIN, left_s) & select.POLLIN:
-            return
-        mine = False
-        try:
-            with self._lock:
-                if not self._reading:
-                    self._reading = mine = True
-            if mine:
-                self._read(pending.what)
-        finally:
-            if mine:
-                self._stop_reading()
-                self._pass_on()
-
-    def _poll(self, events: int, timeout_s: float) -> int:
-        """Sleep until one of the events, at most for a while; those that came."""
+    def _poll(self, timeout_s: float) -> None:
+        """Sleep until there is something to do, at most for a while."""
         poll = select.poll()
-        poll.register(self._fd, events)
-        ready = poll.poll(min(timeout_s, _SLEEP_MAX_S) * 1000)
-        return ready[0][1] if ready else 0
+        poll.register(self._fd, select.POLLIN | (select.POLLOUT if self._outbox else 0))
+        poll.register(self._nudge.fileno(), select.POLLIN)
+        poll.poll(min(timeout_s, _SLEEP_MAX_S) * 1000)
+        self._nudge.hush()
 
     # --- receiving
 
@@ -243,7 +350,7 @@ class CallSocket:
         """
         left_s = pending.until_s - time.monotonic()
         if left_s <= 0:
-            raise DeadlineError(f"{pending.what}: no answer in time")
+            raise self._overdue(pending)
         wake = pending.wake
         assert wake is not None
         if pending.reply is None:
@@ -263,40 +370,65 @@ class CallSocket:
         """Read for all until this reply is here."""
         look_until_s = time.monotonic() + pending.look_s
         while pending.reply is None:
-            if self._read(pending.what):
+            took = self.take()
+            if took or pending.reply is not None:
                 continue
             now_s = time.monotonic()
-            if now_s < look_until_s:
-                continue
+            if took is not None and self._lost:
+                raise self.failure(pending.what)
             if now_s >= pending.until_s:
-                raise DeadlineError(f"{pending.what}: no answer in time")
-            self._poll(select.POLLIN, pending.until_s - now_s)
+                raise self._overdue(pending)
+            if took is None:
+                select.poll().poll(_TURN_MS)  # no event tells when another's turn ends
+            elif now_s >= look_until_s:
+                self._read_asleep(pending, pending.until_s - now_s)
 
-    def _stop_reading(self) -> None:
-        """The turn is over; who was interrupted within it has lost the thread of the stream."""
-        if self._taking:
-            self._deaf = True
-            self.close()
-        self._taking = self._reading = False
+    def _read_asleep(self, pending: PendingCall, left_s: float) -> None:
+        # Another may take our reply just before we sleep: it looks at this mark, after it has put
+        # the reply there, and we look for the reply after we have set it.
+        pending.asleep = True
+        if pending.reply is None:
+            self._poll(left_s)
+        pending.asleep = False
 
-    def _read(self, what: str) -> bool:
-        """Take what is there; whether there was anything. Errors: those of a lost session.
+    def _overdue(self, pending: PendingCall) -> DeadlineError:
+        self.breaker.timed_out()
+        why = "the daemon takes no calls" if pending.frame else "no answer in time"
+        return DeadlineError(f"{pending.what}: {why}")
 
-        Also at the end: the daemon answers before it hangs up, and others may know of that first.
+    def take(self) -> bool | None:
+        """Take the replies that are here, for all who wait; never waits.
+
+        Whether there were any; None when another is just taking them. At the end `lost` is set, but
+        only when all that came before has been taken: the daemon answers before it hangs up.
         """
+        if self._outbox:
+            self.flush()
+        mine = False
+        try:
+            with self._lock:
+                if not self._taking:
+                    self._taking = mine = True
+            return self._take_turn() if mine else None
+        finally:
+            if mine:
+                if self._torn:
+                    # Interrupted within: the thread of the stream is lost.
+                    self._deaf = True
+                    self.close()
+                self._torn = self._taking = False
+
+    def _take_turn(self) -> bool:
         if self._deaf:
-            raise self._failure(what)
-        self._taking = True
+            return False
+        self._torn = True
         got = _recv(self._fd, self._buffer, _READ_NBYTES, socket.MSG_DONTWAIT)
         if got > 0:
             self._deliver(got)
-        self._taking = False
-        if got > 0:
-            return True
-        if got < 0 and ctypes.get_errno() in _AGAIN and not self._lost:
-            return False
-        self._lost = self._lost or _HUNG_UP
-        raise self._failure(what)
+        elif got == 0 or ctypes.get_errno() not in _AGAIN:
+            self._lost, self._deaf = self._lost or _HUNG_UP, True
+        self._torn = False
+        return bool(got > 0)
 
     def _deliver(self, got: int) -> None:
         """Hand replies to who waits for them; those that nobody waits for are dropped."""
@@ -304,7 +436,7 @@ class CallSocket:
         unread += self._view[:got]
         at = 0
         while len(unread) >= at + _HEADER.size:
-            nbytes, status, _, retry_after_ms, call_id = _HEADER.unpack_from(unread, at)
+            nbytes, status, flags, retry_after_ms, call_id = _HEADER.unpack_from(unread, at)
             start, end = at + _HEADER.size, at + _HEADER.size + nbytes
             if len(unread) < end:
                 break
@@ -312,10 +444,22 @@ class CallSocket:
             pending = self._waiting.get(call_id)
             if pending is not None:
                 payload = bytes(memoryview(unread)[start:end])
-                pending.reply = Reply(status, retry_after_ms / 1000, payload)
-                if pending.wake is not None:
-                    release(pending.wake)
+                more = bool(flags & _MORE)
+                self._hand_over(pending, Reply(status, retry_after_ms / 1000, payload, more))
         del unread[:at]
 
-    def _failure(self, what: str) -> SessionLostError:
+    def _hand_over(self, pending: PendingCall, reply: Reply) -> None:
+        if not reply.more and pending.on_reply is not None:
+            self._waiting.pop(pending.call_id, None)
+            self.unattended.discard(pending.call_id)
+        if pending.on_reply is not None:
+            pending.on_reply(reply)
+        pending.reply = reply
+        if pending.wake is not None:
+            release(pending.wake)
+        if pending.asleep:
+            self._nudge.ring()
+
+    def failure(self, what: str) -> SessionLostError:
+        """Of calls when this is `lost`."""
         return SessionLostError(f"{what}: {self._lost}")

@@ -14,6 +14,7 @@ from kvkeep.errors import UnavailableError
 from kvkeep.forking import CHILD_MAY_USE_GRPC, REFUSAL
 from kvkeep.keeper import SessionKeeper
 from kvkeep.namespace import Namespace
+from kvkeep.results import Health
 from kvkeep.session import FD_SOCKET_NAME, Session, SessionSettings
 from kvkeep.spec import (
     U64_MAX,
@@ -25,12 +26,14 @@ from kvkeep.spec import (
     invalid,
     whole,
 )
+from kvkeep.tickets import Tickets
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import TracebackType
     from typing import Self
 
+    from kvkeep.tickets import Ticket
     from kvkeep.v1.admin_pb2 import StatsResponse
 
 # Reads without a lease rest on the order of stores; elsewhere `read_into` takes a lease.
@@ -53,8 +56,11 @@ class Client:
         self._optimistic_reads = machine in _ORDERED_MACHINES
         self._namespaces: weakref.WeakSet[Namespace] = weakref.WeakSet()
         self._namespaces_lock = threading.Lock()
+        self._tickets = Tickets()
         self._keeper = SessionKeeper(
-            open_session=self._open_session, on_session=self._open_namespaces
+            open_session=self._open_session,
+            on_session=self._open_namespaces,
+            on_memory=self._tickets.ring,
         )
 
     def attach(self) -> None:
@@ -99,6 +105,7 @@ class Client:
         ranks = _checked_ranks(local_ranks, spec.ranks)
         namespace = Namespace(
             self._keeper,
+            self._tickets,
             spec,
             ranks,
             timeout_s=self._settings.timeout_s,
@@ -117,6 +124,31 @@ class Client:
         return self._keeper.current() is not None
 
     @property
+    def health(self) -> Health:
+        """Whether the daemon answers; without asking it."""
+        session = self._keeper.current()
+        if session is None:
+            return Health.AWAY
+        return Health.SILENT if session.silent else Health.ANSWERS
+
+    def poll(self, limit: int | None = None) -> list[Ticket]:
+        """Tickets of `submit_acquire` and `submit_commit` that have news, without waiting.
+
+        Each is handed out once when it is done, and before that with each piece that it got. A call
+        of a few microseconds when there is none; each one that is handed out costs its caller what
+        an `acquire` does beside its waiting, so `limit` bounds how many it may be.
+        """
+        return self._tickets.poll(limit)
+
+    def fileno(self) -> int:
+        """A descriptor that is readable when `poll` has something to do.
+
+        For select, poll, epoll and event loops; do not read it. It stays the same until `close`; a
+        forked child has another. Errors: OSError (no descriptors).
+        """
+        return self._tickets.fileno()
+
+    @property
     def server_epoch(self) -> int:
         """Names the daemon's life; another one after its restart. Errors: UnavailableError."""
         return self._keeper.require().server_epoch
@@ -132,6 +164,7 @@ class Client:
     def close(self) -> None:
         """End the session: leases and staging go back. Views stay readable. Idempotent."""
         self._keeper.close()
+        self._tickets.close()
         _clients.discard(self)
 
     def after_fork_in_child(self) -> None:
@@ -139,6 +172,7 @@ class Client:
         self._namespaces_lock = threading.Lock()
         for namespace in list(self._namespaces):
             namespace.after_fork_in_child()
+        self._tickets.after_fork_in_child()
         self._keeper.after_fork_in_child()
 
     def __enter__(self) -> Self:

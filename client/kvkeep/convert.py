@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 from kvkeep.shared_memory import LAYOUT_VERSION
-from kvkeep.spec import invalid
+from kvkeep.spec import U64_MAX, check_number, check_seconds, invalid
 from kvkeep.v1 import block_cache_pb2 as pb
 
 if TYPE_CHECKING:
@@ -114,6 +114,29 @@ def hints_message(hints: Hints | None) -> pb.Hints | None:
         engine_hit_tokens=hints.engine_hit_tokens,
         return_expected_ms=milliseconds(hints.return_expected_s),
         ttl_ms=milliseconds(hints.ttl_s),
+    )
+
+
+class Terms(NamedTuple):
+    """What an acquire may ask for beside its keys; see `Namespace.acquire`."""
+
+    ttl_s: float | None
+    byte_budget: int | None
+    hints: Hints | None
+    skip_blocks: int
+
+
+def acquire_request(
+    packed: bytes | bytearray | memoryview, key_nbytes: int, terms: Terms
+) -> pb.AcquireRequest:
+    """Acquire, without the handle of the set. Errors: InvalidArgumentError."""
+    ttl_s, byte_budget = terms.ttl_s or 0, terms.byte_budget or 0
+    return pb.AcquireRequest(
+        keys=bytes(packed),
+        lease_ttl_ms=milliseconds(check_seconds("ttl_s", ttl_s)),
+        byte_budget=check_number("byte_budget", byte_budget, 0, U64_MAX),
+        hints=hints_message(terms.hints),
+        skip_blocks=check_number("skip_blocks", terms.skip_blocks, 0, len(packed) // key_nbytes),
     )
 
 

@@ -1,17 +1,21 @@
-"""Keeps a client attached: a thread waits on the fd socket, and attaches again after its end."""
+"""Keeps a client attached: a thread waits on the fd socket, and attaches again after its end.
+
+It also reads replies that nobody waits for and that matter all the same: those of the probes to a
+daemon that does not answer, and late ones. Otherwise it sleeps: in an engine a thread that wakes up
+takes the GIL from the engine's.
+"""
 
 from __future__ import annotations
 
 import logging
-import os
 import select
 import threading
 from collections import deque
-from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from kvkeep.errors import KVKeepError, UnavailableError
 from kvkeep.forking import CHILD_MAY_USE_GRPC, REFUSAL
+from kvkeep.waking import EventFd
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,9 +24,10 @@ if TYPE_CHECKING:
 
 BACKOFF_FIRST_S: Final = 0.05
 BACKOFF_MAX_S: Final = 0.2
-_RELEASE_TIMEOUT_S: Final = 2.0
-_RELEASES_A_CALL_MAX: Final = 1024
 _JOIN_TIMEOUT_S: Final = 5.0
+
+_SILENT: Final = "the daemon does not answer: calls fail at once until it does"
+_ANSWERS: Final = "the daemon answers again"
 
 _log = logging.getLogger("kvkeep")
 
@@ -34,14 +39,20 @@ class SessionKeeper:
     """
 
     def __init__(
-        self, *, open_session: Callable[[], Session], on_session: Callable[[Session], None]
+        self,
+        *,
+        open_session: Callable[[], Session],
+        on_session: Callable[[Session], None],
+        on_memory: Callable[[], None],
     ) -> None:
         """`open_session` returns an attached session or raises KVKeepError.
 
-        `on_session` runs in the keeper's thread, before a new session becomes the current one.
+        `on_session` runs in the keeper's thread, before a new session becomes the current one;
+        `on_memory` when new memory is mapped.
         """
         self._open_session = open_session
         self._on_session = on_session
+        self._on_memory = on_memory
         self._session: Session | None = None
         self._closed = threading.Event()
         self._must_revive = False
@@ -51,16 +62,13 @@ class SessionKeeper:
     def _reset(self) -> None:
         """What a forked child must not share, or cannot use, with its parent."""
         self._revive_lock = threading.Lock()
-        self._wake_lock = threading.Lock()
-        self._wake_fd = -1
-        self._leases: deque[tuple[Session, int]] = deque()
-        self._jobs: deque[Callable[[], None]] = deque()
+        self._bell = EventFd()
         self._thread: threading.Thread | None = None
+        self._jobs: deque[Callable[[], None]] = deque()
 
     def start(self) -> None:
         """Attach now, in the caller's thread. Errors: those of `open_session`."""
         self._session = self._open_session()
-        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = threading.Thread(target=self._run, name="kvkeep-session", daemon=True)
         self._thread.start()
 
@@ -82,21 +90,16 @@ class SessionKeeper:
             raise UnavailableError("no session with the daemon; attaching again")
         return session
 
-    def release_later(self, session: Session, lease_id: int) -> None:
-        """Give a lease back without making the caller wait."""
-        self._leases.append((session, lease_id))
-        self._wake()
-
     def later(self, job: Callable[[], None]) -> None:
         """Run `job` in the keeper's thread; it may raise KVKeepError, which is logged."""
         self._jobs.append(job)
-        self._wake()
+        self._bell.ring()
 
     def close(self) -> None:
         """End the session and the thread. Idempotent."""
         self._closed.set()
         self._must_revive = False
-        self._wake()
+        self._bell.ring()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(_JOIN_TIMEOUT_S)
@@ -108,16 +111,10 @@ class SessionKeeper:
             # Never freed: taking gRPC's channel apart in a child waits for threads it has not.
             _abandoned.append(self._session)
             self._session = None
-        if self._wake_fd >= 0:
-            os.close(self._wake_fd)
+        self._bell.close()
         self._must_revive = CHILD_MAY_USE_GRPC and not self._closed.is_set()
         self._forked_in_vain = not CHILD_MAY_USE_GRPC
         self._reset()
-
-    def _wake(self) -> None:
-        with self._wake_lock:
-            if self._wake_fd >= 0:
-                os.eventfd_write(self._wake_fd, 1)
 
     def _revive(self) -> None:
         with self._revive_lock:
@@ -143,38 +140,31 @@ class SessionKeeper:
             session.end()
             if not self._closed.is_set():
                 _log.warning("session lost, attaching again")
-        with self._wake_lock:
-            os.close(self._wake_fd)
-            self._wake_fd = -1
 
     def _watch(self, session: Session) -> None:
         """Serve the session until its end."""
-        poll = select.poll()
-        poll.register(session.fileno(), select.POLLIN)
-        poll.register(self._wake_fd, select.POLLIN)
+        calls, silent = session.transport.calls, False
+        session.on_change = self._bell.ring
         while not self._closed.is_set():
-            for fd, _ in poll.poll():
-                if fd != self._wake_fd and not session.receive():
+            poll = select.poll()
+            poll.register(session.fileno(), select.POLLIN)
+            poll.register(self._bell.fileno(), select.POLLIN)
+            if calls.unattended and not calls.lost:
+                room = select.POLLOUT if calls.unsent else 0
+                poll.register(calls.fileno(), select.POLLIN | room)
+            ready = dict(poll.poll())
+            self._bell.hush()
+            if session.fileno() in ready:
+                if not session.receive():
                     return
-            with suppress(BlockingIOError):
-                os.eventfd_read(self._wake_fd)
-            self._release(session)
+                self._on_memory()
+            if calls.fileno() in ready:
+                calls.take()
+            calls.breaker.go_on()
             self._work()
-
-    def _release(self, session: Session) -> None:
-        """Leases of earlier sessions went with them."""
-        while self._leases:
-            batch: list[int] = []
-            while self._leases and len(batch) < _RELEASES_A_CALL_MAX:
-                of, lease_id = self._leases.popleft()
-                if of is session:
-                    batch.append(lease_id)
-            if batch:
-                try:
-                    session.transport.release(batch, _RELEASE_TIMEOUT_S)
-                except KVKeepError as error:
-                    # They expire by themselves.
-                    _log.info("leases not given back", extra={"reason": str(error)})
+            if session.silent != silent:
+                silent = session.silent
+                _log.warning(_SILENT if silent else _ANSWERS)
 
     def _work(self) -> None:
         # A job that puts itself back waits for the next turn, after a look at the fd socket.

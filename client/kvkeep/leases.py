@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
+import struct
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
+from google.protobuf.message import DecodeError
 
 from kvkeep.convert import milliseconds
 from kvkeep.copying import release_views, unchanged, view_blocks
 from kvkeep.errors import LeaseLostError
 from kvkeep.results import BlockStatus, MissReason, RenewStatus
 from kvkeep.spec import check_seconds, deadline_of, invalid
-from kvkeep.v1.block_cache_pb2 import TIER_ID_NVME, AcquireResponse, RenewRequest, TierRun
+from kvkeep.v1 import block_cache_pb2 as pb
+from kvkeep.v1.block_cache_pb2 import (
+    TIER_ID_NVME,
+    AcquireResponse,
+    AwaitResponse,
+    LeasedColumn,
+    RenewRequest,
+    TierRun,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from types import TracebackType
     from typing import Self
 
     from numpy.typing import NDArray
 
     from kvkeep.opened import Opened
-    from kvkeep.session import Session
     from kvkeep.shared_memory import Chunk
 
+# Between processes of one host and one release: version, server epoch, set id; then the response.
+_SHARED: Final = struct.Struct("<IQ16s")
+_SHARED_VERSION: Final = 0x4B560001
 _GIVEN_BACK: Final = "the lease was given back; acquire again"
 
 
@@ -33,12 +45,19 @@ class _Column:
     def __init__(self, addresses: bytes, generations: bytes) -> None:
         self._packed = addresses
         self.addresses: NDArray[np.uint64] = np.frombuffer(addresses, dtype=np.uint64)
-        self._generations: NDArray[np.uint64] = np.frombuffer(generations, dtype=np.uint64)
+        self.generations: NDArray[np.uint64] = np.frombuffer(generations, dtype=np.uint64)
         self.views: list[memoryview] | None = None
 
+    def extend(self, addresses: bytes, generations: bytes) -> None:
+        self._packed += addresses
+        self.addresses = np.frombuffer(self._packed, dtype=np.uint64)
+        self.generations = np.concatenate([self.generations, np.frombuffer(generations, np.uint64)])
+
     def make_views(self, chunks: Mapping[int, Chunk], block_nbytes: int) -> list[memoryview]:
-        if self.views is None:
-            self.views = view_blocks(chunks, self.addresses, block_nbytes)
+        known = self.views or []
+        if self.views is None or len(known) < len(self.addresses):
+            new = view_blocks(chunks, self.addresses[len(known) :], block_nbytes)
+            self.views = [*known, *new]
         return self.views
 
     def release_views(self) -> None:
@@ -57,7 +76,25 @@ class _Column:
         return found
 
     def unchanged(self, chunks: Mapping[int, Chunk]) -> int:
-        return unchanged(chunks, self.addresses, self._generations)
+        return unchanged(chunks, self.addresses, self.generations)
+
+
+def shared_response(opened: Opened, shared: bytes) -> AcquireResponse:
+    """What `Acquired.share` told. Errors: InvalidArgumentError, LeaseLostError."""
+    try:
+        version, epoch, set_id = _SHARED.unpack_from(shared)
+        response = AcquireResponse.FromString(shared[_SHARED.size :])
+    except (struct.error, TypeError, DecodeError):
+        version = 0
+    if version != _SHARED_VERSION:
+        what = "what Acquired.share() of this release gave"
+        raise invalid("shared", type(shared).__name__, what, "pass it on as it is")
+    if set_id != opened.set_id:
+        fix = "open the same namespace"
+        raise invalid("shared", "a lease of another namespace", "one of this namespace", fix)
+    if epoch != opened.session.server_epoch:
+        raise LeaseLostError("the lease ended with the daemon that gave it; acquire again")
+    return response
 
 
 class Acquired:
@@ -84,16 +121,11 @@ class Acquired:
         self,
         opened: Opened,
         response: AcquireResponse,
-        give_back: Callable[[Session, int], None],
         *,
         timeout_s: float,
     ) -> None:
-        """Made by `Namespace.acquire`.
-
-        Errors: UnavailableError when a chunk is not mapped in time; the lease is given back then.
-        """
+        """Made by `Namespace.acquire` and `submit_acquire`, which map what it shows."""
         self._opened = opened
-        self._give_back = give_back
         self._timeout_s = timeout_s
         self._status = response.status
         self.lease_id = response.lease_id
@@ -104,23 +136,72 @@ class Acquired:
         self.pending = self._status.count(BlockStatus.PENDING)
         self.ended = MissReason(response.ended)
         self.ttl_s = response.lease_ttl_ms / 1000
-        self._columns = {
-            (column.rank, column.group): _Column(column.addresses, column.generations)
-            for column in response.columns
-        }
-        self._positions = {
-            (column.rank, column.group): tuple(memoryview(column.positions).cast("I"))
-            for column in response.columns
-            if column.group in opened.rules
-        }
+        self._columns: dict[tuple[int, int], _Column] = {}
+        self._positions: dict[tuple[int, int], Sequence[int]] = {}
         self._open = bool(self.lease_id)
+        self._cut = False
         self._chunks: Mapping[int, Chunk] = {}
-        chunk_ids = set().union(*(column.chunk_ids() for column in self._columns.values()))
+        self._add(response.columns)
+
+    def _add(self, columns: Iterable[LeasedColumn]) -> None:
+        for column in columns:
+            key = (column.rank, column.group)
+            known = self._columns.get(key)
+            if known is None:
+                self._columns[key] = _Column(column.addresses, column.generations)
+            else:
+                known.extend(column.addresses, column.generations)
+            if column.group in self._opened.rules:
+                positions = memoryview(column.positions).cast("I")
+                self._positions[key] = (*self._positions.get(key, ()), *positions)
+
+    def add(self, arrived: AwaitResponse) -> None:
+        """What became of pending blocks: those that came follow the leased ones.
+
+        What comes behind one that will not come is of no use, and the lease shows none of it.
+        """
+        ready = arrived.status.count(BlockStatus.READY)
+        end = arrived.first_block + len(arrived.status)
+        self._status = self._status[: arrived.first_block] + arrived.status + self._status[end:]
+        self._add(arrived.columns)
+        self.leased += ready
+        self.from_nvme += ready
+        self.pending = self._status.count(BlockStatus.PENDING)
+        if ready < len(arrived.status):
+            corrupt = BlockStatus.CORRUPT in arrived.status
+            self.ended = MissReason.CORRUPT if corrupt else MissReason.TIER_DOWN
+            self.blocks = self.skipped + self.leased
+            self._cut = True
+
+    @property
+    def whole(self) -> bool:
+        """Whether all that was leased is there."""
+        return not (self.pending or self._cut)
+
+    def drop(self) -> None:
+        """Give the lease back, without a word on what was read. Idempotent."""
+        self._end()
+
+    def map_chunks(self, timeout_s: float) -> None:
+        """Before views are used. The lease is given back where it fails.
+
+        Errors: UnavailableError when a chunk is not mapped in time.
+        """
         try:
-            self._chunks = opened.session.wait_for_chunks(chunk_ids, timeout_s)
+            self._chunks = self._opened.session.wait_for_chunks(self._chunk_ids(), timeout_s)
         except BaseException:
             self._end()
             raise
+
+    def mapped(self) -> bool:
+        """Whether everything that it shows is mapped by now."""
+        chunks = self._opened.session.mapped_chunks(self._chunk_ids())
+        if chunks is not None:
+            self._chunks = chunks
+        return chunks is not None
+
+    def _chunk_ids(self) -> set[int]:
+        return set().union(*(column.chunk_ids() for column in self._columns.values()))
 
     @property
     def status(self) -> tuple[BlockStatus, ...]:
@@ -170,6 +251,36 @@ class Acquired:
         """How many leading blocks of a column still are what was leased; 0 after the release."""
         return self._column(rank, group).unchanged(self._chunks) if self._open else 0
 
+    def share(self) -> bytes:
+        """What another process of this host needs to read under this lease: see `Namespace.join`.
+
+        Errors: LeaseLostError (nothing is leased, or it was given back).
+        """
+        if not self._open:
+            raise LeaseLostError(_GIVEN_BACK)
+        columns = [
+            LeasedColumn(
+                rank=rank,
+                group=group,
+                addresses=column.addresses.tobytes(),
+                generations=column.generations.tobytes(),
+                positions=struct.pack(f"<{len(at)}I", *at),
+            )
+            for (rank, group), column in self._columns.items()
+            for at in [self._positions.get((rank, group), ())]
+        ]
+        response = AcquireResponse(
+            lease_id=self.lease_id,
+            prefix_blocks=self.blocks,
+            leased_blocks=self.leased,
+            status=self._status,
+            columns=columns,
+            ended=pb.MissReason.ValueType(self.ended),
+        )
+        opened = self._opened
+        head = _SHARED.pack(_SHARED_VERSION, opened.session.server_epoch, opened.set_id)
+        return head + response.SerializeToString()
+
     def renew(self, ttl_s: float | None = None, timeout_s: float | None = None) -> None:
         """Extend the lease; `ttl_s` None = the daemon's limit.
 
@@ -215,7 +326,7 @@ class Acquired:
         for column in self._columns.values():
             column.release_views()
         self._chunks = {}  # or a kept object would keep them mapped
-        self._give_back(self._opened.session, self.lease_id)
+        self._opened.session.give_back(self.lease_id)
         return exact
 
     def _column(self, rank: int | None, group: int) -> _Column:

@@ -7,23 +7,30 @@ import threading
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from kvkeep.convert import hints_message, milliseconds, open_request, pack_keys
+from kvkeep.call_socket import SILENT
+from kvkeep.convert import (
+    Terms,
+    acquire_request,
+    hints_message,
+    milliseconds,
+    open_request,
+    pack_keys,
+)
 from kvkeep.copying import copy_blocks, targets_of
 from kvkeep.errors import DeadlineError, InvalidArgumentError, KVKeepError, UnavailableError
-from kvkeep.leases import Acquired
+from kvkeep.leases import Acquired, shared_response
 from kvkeep.opened import Opened
 from kvkeep.results import (
     NOTHING_FOUND,
-    AckLevel,
     CommitResult,
-    CommitStatus,
     Lookup,
     RemovalResult,
     RemovalStatus,
 )
 from kvkeep.shared_index import Words
-from kvkeep.spec import U64_MAX, GroupKind, Hints, check_number, check_seconds, deadline_of, invalid
-from kvkeep.store import Pipeline, Store
+from kvkeep.spec import GroupKind, Hints, check_seconds, deadline_of, invalid
+from kvkeep.store import Pipeline, Store, ack_level, parent_before, sources_of, summed
+from kvkeep.tickets import AcquireTicket
 from kvkeep.upkeep import Upkeep
 from kvkeep.v1 import block_cache_pb2 as pb
 
@@ -35,6 +42,7 @@ if TYPE_CHECKING:
     from kvkeep.keeper import SessionKeeper
     from kvkeep.session import Session
     from kvkeep.spec import NamespaceSpec
+    from kvkeep.tickets import Tickets
 
 Ack: TypeAlias = Literal["ram", "nvme", "remote"]
 _NO_HINTS = Hints()
@@ -50,12 +58,14 @@ class Namespace(Upkeep):
     """Made by `Client.open_namespace`. Any thread may call.
 
     It outlives the daemon's restarts: handles are renewed when the client has attached again.
-    Until then look-ups and reads find nothing, and other calls raise UnavailableError at once.
+    Until then, and while a daemon that is there does not answer, look-ups and reads find nothing,
+    and other calls raise UnavailableError at once.
     """
 
     def __init__(
         self,
         keeper: SessionKeeper,
+        tickets: Tickets,
         spec: NamespaceSpec,
         local_ranks: Sequence[int],
         *,
@@ -65,6 +75,7 @@ class Namespace(Upkeep):
         """`optimistic_reads`: this machine keeps the order of stores (x86-64)."""
         self.spec = spec
         self._keeper = keeper
+        self._tickets = tickets
         self._local_ranks = tuple(local_ranks)
         self._timeout_s = timeout_s
         self._optimistic_reads = optimistic_reads
@@ -137,18 +148,18 @@ class Namespace(Upkeep):
 
     def _live(self) -> Opened | None:
         opened = self._opened
-        if opened is not None and opened.session.alive:
-            return opened
-        self._keeper.current()  # a forked child attaches here
-        opened = self._opened
-        return opened if opened is not None and opened.session.alive else None
+        if opened is None or not opened.session.alive:
+            self._keeper.current()  # a forked child attaches here
+            opened = self._opened
+        return opened if opened is not None and opened.session.answers else None
 
     def _require(self) -> Opened:
         opened = self._live()
         if opened is None:
             if self._refusal is not None:
                 raise self._refusal
-            self._keeper.require()
+            if self._keeper.require().silent:
+                raise UnavailableError(SILENT)
             raise UnavailableError("the namespace is not open in this session yet")
         if opened.over:
             self.open_in(opened.session)
@@ -205,25 +216,82 @@ class Namespace(Upkeep):
 
         Errors: InvalidArgumentError, UnavailableError, DeadlineError, ResourceExhaustedError.
         """
-        packed = pack_keys(keys, self.spec.key_nbytes)
-        count = len(packed) // self.spec.key_nbytes
-        skip_blocks = check_number("skip_blocks", skip_blocks, 0, count)
-        ttl_ms = milliseconds(check_seconds("ttl_s", 0 if ttl_s is None else ttl_s))
-        budget = 0 if byte_budget is None else check_number("byte_budget", byte_budget, 0, U64_MAX)
+        deadline_s = deadline_of(timeout_s, self._timeout_s)
+        request = acquire_request(
+            pack_keys(keys, self.spec.key_nbytes),
+            self.spec.key_nbytes,
+            Terms(ttl_s, byte_budget, hints, skip_blocks),
+        )
+        wait_s = min(check_seconds("wait_s", wait_s), deadline_s * _WAIT_SHARE)
+        request.wait_ms = milliseconds(wait_s)
+        opened = self._require()
+        request.set_index = opened.checked_set(request.keys)
+        session = opened.session
+        response = session.transport.acquire(request, deadline_s, session.give_back)
+        acquired = Acquired(opened, response, timeout_s=deadline_s)
+        acquired.map_chunks(deadline_s)
+        return acquired
+
+    def submit_acquire(
+        self,
+        keys: Keys,
+        *,
+        ttl_s: float | None = None,
+        byte_budget: int | None = None,
+        hints: Hints | None = None,
+        timeout_s: float | None = None,
+        skip_blocks: int = 0,
+    ) -> AcquireTicket:
+        """As `acquire`, without waiting: `Client.poll` hands the ticket out when there is news.
+
+        It ends within `timeout_s`, whatever the daemon does. Blocks that lie on nvme are brought
+        into ram meanwhile, and the ticket is READY when all are there, or at its deadline with
+        those that are.
+
+        Errors: InvalidArgumentError, ResourceExhaustedError (too many tickets are open). A daemon
+        that is away is none: the ticket has FAILED.
+        """
+        deadline_s = deadline_of(timeout_s, self._timeout_s)
+        request = acquire_request(
+            pack_keys(keys, self.spec.key_nbytes),
+            self.spec.key_nbytes,
+            Terms(ttl_s, byte_budget, hints, skip_blocks),
+        )
+        opened = self._live()
+        ticket = AcquireTicket(self._tickets, opened)
+        if opened is not None:
+            request.set_index = opened.checked_set(request.keys)
+        self._tickets.admit(ticket, deadline_s)
+        try:
+            if opened is None:
+                self._require()
+            ticket.submit(request, deadline_s)
+        except KVKeepError as error:
+            ticket.lapse(error)
+        return ticket
+
+    def join(
+        self, shared: bytes, *, ttl_s: float | None = None, timeout_s: float | None = None
+    ) -> Acquired:
+        """Hold a lease together with the process whose `Acquired.share` told of it.
+
+        The lease is renewed for `ttl_s`, and lasts until the last process that holds it gives it
+        back or ends. Blocks of the local ranks have views here. One call; make it before the first
+        copy.
+
+        Errors: LeaseLostError (it ran out and a slot was reused, or nobody holds it any more),
+        InvalidArgumentError, UnavailableError, DeadlineError.
+        """
         deadline_s = deadline_of(timeout_s, self._timeout_s)
         opened = self._require()
-        opened.check_count(count)
-        request = pb.AcquireRequest(
-            set_index=opened.set_index,
-            keys=bytes(packed),
-            lease_ttl_ms=ttl_ms,
-            byte_budget=budget,
-            hints=hints_message(hints),
-            skip_blocks=skip_blocks,
-            wait_ms=milliseconds(min(check_seconds("wait_s", wait_s), deadline_s * _WAIT_SHARE)),
-        )
-        response = opened.session.transport.acquire(request, deadline_s)
-        return Acquired(opened, response, self._keeper.release_later, timeout_s=deadline_s)
+        acquired = Acquired(opened, shared_response(opened, shared), timeout_s=deadline_s)
+        try:
+            acquired.renew(ttl_s, deadline_s)
+        except BaseException:
+            acquired.drop()  # the daemon may have heard of it
+            raise
+        acquired.map_chunks(deadline_s)
+        return acquired
 
     def read_into(
         self,
@@ -322,14 +390,14 @@ class Namespace(Upkeep):
             raise invalid("parent_key", what, f"{key_nbytes} bytes or None", "give the whole key")
         opened = self._require()
         rank = opened.rank_or_only(rank)
-        words, level = Words(packed, key_nbytes), _ack_level(ack)
+        words, level = Words(packed, key_nbytes), ack_level(ack)
         new = opened.new_blocks(words, rank, positions or {}, on_nvme=ack != "ram")
         first = min((own[0] for own in new.values() if own), default=words.count)
         deadline_s = deadline_of(timeout_s, self._timeout_s)
         template = pb.CommitRequest(
             set_index=opened.set_index,
             rank=rank,
-            parent_key=_parent(packed, first, key_nbytes) or parent_key or b"",
+            parent_key=parent_before(packed, first, key_nbytes) or parent_key or b"",
             keys=packed[first * key_nbytes :],
             ack_level=level,
             hints=hints_message(hints),
@@ -341,7 +409,7 @@ class Namespace(Upkeep):
             keys=range(first, words.count),
             new=new,
             timeout_s=deadline_s,
-            later=self._keeper.later,
+            tickets=self._tickets,
         )
         store.allocate()
         return store
@@ -371,21 +439,21 @@ class Namespace(Upkeep):
         full = self.spec.groups[0].kind is GroupKind.FULL
         packed = bytes(pack_keys(keys, key_nbytes))
         count = len(packed) // key_nbytes
-        sources = _sources(buffers, count, nbytes)
+        sources = sources_of(buffers, count, nbytes)
         step = self._piece_blocks(nbytes)
         edges = [*range(0, count, step), count]
         with Pipeline() as pipeline:
             for start, stop in pairwise(edges):
                 store = self.store(
                     packed[start * key_nbytes : stop * key_nbytes],
-                    parent_key=_parent(packed, start, key_nbytes) or parent_key,
+                    parent_key=parent_before(packed, start, key_nbytes) or parent_key,
                     rank=rank,
                     positions=None if full else {0: range(stop - start)},
                     ack=ack,
                     hints=hints,
                 )
                 pipeline.put(store, sources[start:stop])
-        return _summed(pipeline.status)
+        return summed(pipeline.status)
 
     def remove(
         self, keys: Keys, *, with_descendants: bool = True, timeout_s: float | None = None
@@ -414,37 +482,3 @@ class Namespace(Upkeep):
         staging = opened.session.require_staging()
         half = staging.nbytes // 2 // staging.stride(block_nbytes)
         return max(1, min(half, opened.limits.keys_max or half))
-
-
-def _ack_level(ack: str) -> pb.AckLevel.ValueType:
-    if ack not in {level.name.lower() for level in AckLevel}:
-        raise invalid("ack", ack, "ram, nvme or remote", "name one of them")
-    return pb.AckLevel.ValueType(AckLevel[ack.upper()])
-
-
-def _parent(packed: bytes, position: int, key_nbytes: int) -> bytes:
-    """The key before `position`; b"" before the first."""
-    return packed[max(0, position - 1) * key_nbytes : position * key_nbytes]
-
-
-def _sources(buffers: object, count: int, nbytes: int) -> list[memoryview]:
-    if isinstance(buffers, list | tuple):
-        sources = [memoryview(buffer).cast("B") for buffer in buffers]
-    else:
-        whole = memoryview(buffers).cast("B")  # type: ignore[arg-type] # TypeError says it well
-        sources = [whole[at : at + nbytes] for at in range(0, whole.nbytes, nbytes)]
-    if len(sources) != count or any(source.nbytes != nbytes for source in sources):
-        allowed = f"{count} blocks of {nbytes} bytes"
-        raise invalid("buffers", f"{len(sources)} blocks", allowed, "give one block a key")
-    return sources
-
-
-def _summed(status: list[CommitStatus]) -> CommitResult:
-    stored = status.count(CommitStatus.STORED)
-    there = status.count(CommitStatus.ALREADY_STORED)
-    return CommitResult(
-        status=tuple(status),
-        stored=stored,
-        already_stored=there,
-        refused=len(status) - stored - there,
-    )

@@ -95,6 +95,11 @@ class Opened:
             raise invalid("group", group, f"0 to {len(self.block_nbytes) - 1}", fix)
         return number
 
+    def checked_set(self, packed: bytes) -> int:
+        """Handle of the set, for a call with these keys. Errors: InvalidArgumentError."""
+        self.check_count(len(packed) // self._key_nbytes)
+        return self.set_index
+
     def check_count(self, keys: int) -> None:
         """Whether one call may have so many keys. Errors: InvalidArgumentError."""
         limit = self.limits.keys_max

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import Enum, IntEnum
 from typing import NamedTuple
 
 
@@ -79,6 +79,21 @@ class MissReason(IntEnum):
     NAMESPACE_MISMATCH = 10
     NO_ROOM = 11
     BYPASSED = 12
+
+
+class Health(Enum):
+    """What a client sees of its daemon.
+
+    Attributes:
+        ANSWERS: There is a session, and nothing speaks against asking.
+        SILENT: There is a session, and the daemon does not answer. Nothing but a probe is asked of
+            it until it does.
+        AWAY: There is no session; the client attaches again by itself.
+    """
+
+    ANSWERS = "answers"
+    SILENT = "silent"
+    AWAY = "away"
 
 
 class Lookup(NamedTuple):

@@ -59,6 +59,7 @@ class Session:
     Attributes:
         alive: False once the session is over; what is mapped stays readable.
         draining: The daemon said that it is about to stop.
+        on_change: Called when the keeper is to look at `calls` or at new chunks; any thread.
         server_epoch: Of the daemon.
         chunks: By chunk id. Replaced, never changed; empty after the end.
         staging: This session's; None after the end.
@@ -87,6 +88,7 @@ class Session:
         self._tables: list[IndexTable] = []
         self._socket = FdSocket(settings.runtime_dir / FD_SOCKET_NAME)
         self._calls: CallSocket | None = None
+        self.on_change: Callable[[], None] = _nobody
         self._attach: AttachStream | None = None
         self._chunk_added = Bell()
 
@@ -155,12 +157,25 @@ class Session:
         elif description.kind == FdKind.FD_KIND_TOUCH_RING:
             self.touch_ring = TouchRing(map_region(fd, nbytes, writable=True))
         elif description.kind == FdKind.FD_KIND_CALLS:
-            self._calls = CallSocket(os.dup(fd))
+            self._calls = CallSocket(os.dup(fd), on_change=self._changed)
+
+    def _changed(self) -> None:
+        self.on_change()
 
     def _require_calls(self) -> CallSocket:
         if self._calls is None:
             raise RegionError("the daemon's welcome lacks the call socket")
         return self._calls
+
+    @property
+    def silent(self) -> bool:
+        """The daemon is there, and does not answer: nothing should be asked of it."""
+        return self._calls is not None and self._calls.breaker.open
+
+    @property
+    def answers(self) -> bool:
+        """Whether it makes sense to ask this session's daemon anything now."""
+        return self.alive and not self.silent
 
     def _on_event(self, event: AttachEvent) -> None:
         # Chunks and tables need nothing here: their descriptors come on the fd socket.
@@ -213,6 +228,13 @@ class Session:
         # A new table can arrive before it takes over.
         return next((table for table in reversed(tables) if table.live), newest)
 
+    def mapped_chunks(self, chunk_ids: set[int]) -> Mapping[int, Chunk] | None:
+        """These chunks, if all of them are mapped now."""
+        chunks = self.chunks
+        if not chunk_ids <= chunks.keys():
+            return None
+        return {chunk_id: chunks[chunk_id] for chunk_id in chunk_ids}
+
     def wait_for_chunks(self, chunk_ids: Iterable[int], timeout_s: float) -> Mapping[int, Chunk]:
         """These chunks, mapped.
 
@@ -221,14 +243,14 @@ class Session:
         needed = set(chunk_ids)
         until_s = time.monotonic() + timeout_s
         while True:
-            chunks = self.chunks
-            if needed <= chunks.keys():
-                return {chunk_id: chunks[chunk_id] for chunk_id in needed}
+            mapped = self.mapped_chunks(needed)
+            if mapped is not None:
+                return mapped
             if not self.alive:
                 raise SessionLostError("the session that this belongs to has ended")
             left_s = until_s - time.monotonic()
             if left_s <= 0:
-                missing = sorted(needed - chunks.keys())
+                missing = sorted(needed - self.chunks.keys())
                 raise UnavailableError(f"chunks {missing} of the pool are not mapped here")
             self._chunk_added.nap(left_s)
 
@@ -238,6 +260,11 @@ class Session:
         if staging is None or not self.alive:
             raise SessionLostError("the session that this belongs to has ended")
         return staging
+
+    def give_back(self, lease_id: int) -> None:
+        """Release a lease without waiting; one of a session that is over went with it."""
+        if self.alive and lease_id:
+            self.transport.release([lease_id])
 
     def end(self) -> None:
         """Hang up. What views show stays mapped; the rest of the daemon's memory is let go.
@@ -264,6 +291,10 @@ class Session:
         if self._calls is not None:
             self._calls.abandon()
         self._socket.close()
+
+
+def _nobody() -> None:
+    pass
 
 
 def _check_private(directory: Path) -> None:

@@ -7,32 +7,22 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from kvkeep.copying import release_views
-from kvkeep.errors import (
-    DeadlineError,
-    InvalidArgumentError,
-    KVKeepError,
-    NotSupportedError,
-    ResourceExhaustedError,
-    UnavailableError,
-)
-from kvkeep.results import CommitResult, CommitStatus
+from kvkeep.errors import KVKeepError, UnavailableError
+from kvkeep.results import AckLevel, CommitResult, CommitStatus
 from kvkeep.spec import deadline_of, invalid
-from kvkeep.v1.block_cache_pb2 import CommitRequest, CommitResponse
+from kvkeep.tickets import CommitTicket, Tickets
+from kvkeep.v1 import block_cache_pb2 as pb
+from kvkeep.v1.session_pb2 import CallMethod
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from types import TracebackType
     from typing import Self
 
+    from kvkeep.call_socket import PendingCall, Reply
     from kvkeep.opened import Opened
-    from kvkeep.transport import PendingCommit
 
-# How long the daemon may take to say that it no longer reads a staging range.
-_SETTLE_TIMEOUT_S = 10.0
-_SETTLE_TRIES = 3
 _STATUS = {int(status): status for status in CommitStatus}
-# Answers of a daemon that read nothing from the staging memory, or no longer does.
-_DEFINITE = (InvalidArgumentError, NotSupportedError, ResourceExhaustedError)
 
 
 class Store:
@@ -48,34 +38,36 @@ class Store:
         views: Writable views for them, each of the group's block_nbytes.
         groups: Groups that are stored: the FULL ones first, then those that `positions` named.
         result: None before the commit.
+        ticket: None before `submit_commit`.
     """
 
     def __init__(
         self,
         opened: Opened,
-        template: CommitRequest,
+        template: pb.CommitRequest,
         *,
         keys: range,
         new: Mapping[int, Sequence[int]],
         timeout_s: float,
-        later: Callable[[Callable[[], None]], None],
+        tickets: Tickets,
     ) -> None:
         """Made by `Namespace.store`. `template` has everything but the staged blocks.
 
         `keys` are the positions of its keys among those of the store, `new` those of each group
-        that are to be stored. `later` runs a job in the keeper's thread. Errors: SessionLostError.
+        that are to be stored. Errors: SessionLostError.
         """
         self.groups = tuple(new)
         self.new = new[self.groups[0]] if new else range(0)
         self._new = new
         self._keys = keys
         self.result: CommitResult | None = None
+        self.ticket: CommitTicket | None = None
         self._opened = opened
         self._staging = opened.session.require_staging()
         self._request = template
         self._timeout_s = timeout_s
-        self._later = later
-        # The daemon may be reading the staging range: it is not ours to give back.
+        self._tickets = tickets
+        # The daemon may be reading the staging range: its answer gives it back.
         self._sent = False
         self._offsets: dict[int, list[int]] = {}
         self._views: dict[int, list[memoryview]] = {}
@@ -117,7 +109,7 @@ class Store:
         """
         views = self._views.get(group)
         if views is None:
-            what = "the open store's groups" if self._offsets else "none: the store is over"
+            what = "the open store's groups" if self._views else "none: the store is over"
             raise invalid("group", group, f"{what} {self.groups}", "make a new store")
         return views
 
@@ -131,36 +123,84 @@ class Store:
         InvalidArgumentError, NotSupportedError (ack level). After any of them the blocks may or
         may not be stored, and the store is over.
         """
-        deadline_s = deadline_of(timeout_s, self._timeout_s)
         if self.result is None:
-            if any(self._new.values()):
-                request = self._complete_request()
-                transport = self._opened.session.transport
-                self.result = self._answered(lambda: transport.commit(request, deadline_s))
-            else:
-                self.result = self._result(b"")
+            deadline_s = deadline_of(timeout_s, self._timeout_s)
+            self.finish(self.begin(deadline_s))
+        assert self.result is not None
         return self.result
 
-    def begin(self) -> PendingCommit | None:
+    def submit_commit(self, timeout_s: float | None = None) -> CommitTicket:
+        """As `commit`, without waiting: `Client.poll` hands the ticket out when it has ended.
+
+        Either way the store is over then; no views are left.
+
+        Errors: InvalidArgumentError (it was over before), ResourceExhaustedError (too many tickets
+        are open: the store goes on).
+        """
+        deadline_s = deadline_of(timeout_s, self._timeout_s)
+        self._check_open()
+        ticket = CommitTicket(self._tickets, self._opened.session, self.answered_by)
+        self._tickets.admit(ticket, deadline_s)
+        self.ticket = ticket
+        try:
+            if any(self._new.values()):
+                ticket.follow(self._send(deadline_s, ticket.on_reply))
+            else:
+                ticket.end(self.answered_by(b""))
+        except UnavailableError as error:
+            ticket.lapse(error)
+        return ticket
+
+    def begin(self, timeout_s: float | None = None) -> PendingCall | None:
         """Send the Commit; None when there is nothing to send. Errors: as `commit`."""
         if not any(self._new.values()):
             return None
-        request = self._complete_request()
-        try:
-            self._sent = True
-            return self._opened.session.transport.begin_commit(request, self._timeout_s)
-        except BaseException:
-            self.abort()
-            raise
+        self._check_open()
+        deadline_s = deadline_of(timeout_s, self._timeout_s)
+        return self._send(deadline_s, None)
 
-    def finish(self, pending: PendingCommit | None) -> CommitResult:
+    def finish(self, pending: PendingCall | None) -> CommitResult:
         """Wait for the answer to `begin`. Errors: as `commit`."""
-        self.result = self._result(b"") if pending is None else self._answered(pending.result)
+        if pending is None:
+            self.result = self._result(b"")
+        else:
+            self.result = self.answered_by(self._opened.session.transport.result(pending))
         return self.result
 
-    def _complete_request(self) -> CommitRequest:
-        if not self._offsets:
+    def answered_by(self, payload: bytes) -> CommitResult:
+        """The result that a response says; of one that nobody had to ask for, when it is empty."""
+        return self._result(pb.CommitResponse.FromString(payload).status)
+
+    def _send(
+        self, timeout_s: float, on_reply: Callable[[Reply | None], None] | None
+    ) -> PendingCall:
+        """Send the Commit. No more writing from here on.
+
+        The daemon may be reading the staging range until it answers, in time or late.
+        """
+        request = self._complete_request()
+
+        def over(reply: Reply | None) -> None:
+            self._free()
+            if on_reply is not None:
+                on_reply(reply)
+
+        transport = self._opened.session.transport
+        pending = transport.pending(CallMethod.CALL_METHOD_COMMIT, timeout_s, over)
+        try:
+            self._release_views()
+            self._sent = True
+            transport.send(pending, request)
+        except BaseException:
+            transport.calls.leave(pending)
+            raise
+        return pending
+
+    def _check_open(self) -> None:
+        if self.ticket is not None or (self.groups and not self._views):
             raise invalid("store", "over", "an open store", "make a new store")
+
+    def _complete_request(self) -> pb.CommitRequest:
         self._opened.session.require_staging()
         first = self._keys.start
         for group, offsets in self._offsets.items():
@@ -174,26 +214,9 @@ class Store:
                 )
         return self._request
 
-    def _answered(self, wait: Callable[[], CommitResponse]) -> CommitResult:
-        try:
-            self._sent = True
-            response = wait()
-            self._sent = False
-        except _DEFINITE:
-            self._sent = False
-            raise
-        finally:
-            self.abort()
-        return self._result(response.status)
-
     def abort(self) -> None:
-        """Store nothing more; give the room back, as soon as the daemon surely leaves it alone.
-
-        Idempotent.
-        """
-        if self._sent:
-            self._settle_later()
-        else:
+        """Store nothing, unless the commit was sent; give the room back. Idempotent."""
+        if not self._sent:
             self._free()
 
     def _result(self, status: bytes) -> CommitResult:
@@ -209,45 +232,16 @@ class Store:
         )
 
     def _free(self) -> None:
-        for group, places in self._close().items():
+        self._release_views()
+        offsets, self._offsets = self._offsets, {}
+        for group, places in offsets.items():
             self._staging.free(places, self._opened.block_nbytes[group])
 
-    def _close(self) -> dict[int, list[int]]:
-        """No more writing: views end (unless an array was made of one). What they showed."""
-        offsets, self._offsets = self._offsets, {}
+    def _release_views(self) -> None:
+        """Views end, unless an array was made of one."""
         views, self._views = self._views, {}
         for of_group in views.values():
             release_views(of_group)
-        return offsets
-
-    def _settle_later(self) -> None:
-        """After a commit without an answer: the daemon may still be reading the staging range.
-
-        The same Commit again waits for the first one, so its answer says that the range is ours.
-        """
-        opened, request, staging = self._opened, self._request, self._staging
-        offsets = self._close()
-        if not offsets:
-            return
-        tries = iter(range(_SETTLE_TRIES))
-
-        def settle() -> None:
-            session = opened.session
-            if not session.alive:
-                return
-            try:
-                session.transport.commit(request, _SETTLE_TIMEOUT_S)
-            except (DeadlineError, UnavailableError):
-                # After the last try the room stays taken until the session ends.
-                if next(tries, None) is not None:
-                    self._later(settle)
-                return
-            except KVKeepError:
-                pass
-            for group, places in offsets.items():
-                staging.free(places, opened.block_nbytes[group])
-
-        self._later(settle)
 
     def __enter__(self) -> Self:
         return self
@@ -260,7 +254,7 @@ class Store:
     ) -> None:
         if error is not None:
             self.abort()
-        elif self.result is None:
+        elif self.result is None and self.ticket is None:
             self.commit()
 
 
@@ -277,7 +271,7 @@ class Pipeline:
     def __init__(self) -> None:
         """Begins nothing."""
         self.status: list[CommitStatus] = []
-        self._under_way: tuple[Store, PendingCommit | None] | None = None
+        self._under_way: tuple[Store, PendingCall | None] | None = None
 
     def put(self, store: Store, blocks: Sequence[memoryview]) -> None:
         """Fill `store`, of which `blocks` has one a key, and begin its commit after the last one's.
@@ -316,3 +310,40 @@ class Pipeline:
             return
         with suppress(KVKeepError):  # the first error is the one to tell
             self._finish()
+
+
+def ack_level(ack: str) -> pb.AckLevel.ValueType:
+    """Its number. Errors: InvalidArgumentError."""
+    if ack not in {level.name.lower() for level in AckLevel}:
+        raise invalid("ack", ack, "ram, nvme or remote", "name one of them")
+    return pb.AckLevel.ValueType(AckLevel[ack.upper()])
+
+
+def parent_before(packed: bytes, position: int, key_nbytes: int) -> bytes:
+    """The key before `position`; b"" before the first."""
+    return packed[max(0, position - 1) * key_nbytes : position * key_nbytes]
+
+
+def sources_of(buffers: object, count: int, nbytes: int) -> list[memoryview]:
+    """One buffer a block. Errors: InvalidArgumentError, TypeError."""
+    if isinstance(buffers, list | tuple):
+        sources = [memoryview(buffer).cast("B") for buffer in buffers]
+    else:
+        whole = memoryview(buffers).cast("B")  # type: ignore[arg-type] # TypeError says it well
+        sources = [whole[at : at + nbytes] for at in range(0, whole.nbytes, nbytes)]
+    if len(sources) != count or any(source.nbytes != nbytes for source in sources):
+        allowed = f"{count} blocks of {nbytes} bytes"
+        raise invalid("buffers", f"{len(sources)} blocks", allowed, "give one block a key")
+    return sources
+
+
+def summed(status: list[CommitStatus]) -> CommitResult:
+    """Of the blocks of several commits."""
+    stored = status.count(CommitStatus.STORED)
+    there = status.count(CommitStatus.ALREADY_STORED)
+    return CommitResult(
+        status=tuple(status),
+        stored=stored,
+        already_stored=there,
+        refused=len(status) - stored - there,
+    )

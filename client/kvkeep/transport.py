@@ -6,6 +6,7 @@ The only module that imports grpc.
 from __future__ import annotations
 
 import threading
+import time
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import kvkeep.forking  # noqa: F401 - chooses gRPC's poller
@@ -13,6 +14,7 @@ import kvkeep.forking  # noqa: F401 - chooses gRPC's poller
 # isort: split
 import grpc
 
+from kvkeep.call_socket import PendingCall
 from kvkeep.errors import (
     DeadlineError,
     InvalidArgumentError,
@@ -31,8 +33,6 @@ from kvkeep.v1.block_cache_pb2 import (
     AdvanceEpochResponse,
     AttachEvent,
     AttachRequest,
-    CommitRequest,
-    CommitResponse,
     OpenNamespaceRequest,
     OpenNamespaceResponse,
     PinRequest,
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
     from google.protobuf.message import Message
 
-    from kvkeep.call_socket import CallSocket
+    from kvkeep.call_socket import CallSocket, Reply
 
 Response = TypeVar("Response")
 # Room for the answer to limits.keys_max keys of a few ranks and groups: 16 bytes a block of each.
@@ -75,14 +75,16 @@ _OPTIONS: Final = (
     ("grpc.enable_http_proxy", 0),
 )
 # A commit copies, a removal may take long: looking for the reply would take a core from the daemon.
-# A release is made behind the work: nobody waits for it.
 _UNHURRIED: Final = frozenset(
     {
         CallMethod.CALL_METHOD_COMMIT,
-        CallMethod.CALL_METHOD_RELEASE,
         CallMethod.CALL_METHOD_REMOVE,
     }
 )
+_NAMES: Final = {
+    method: CallMethod.Name(method).removeprefix("CALL_METHOD_").title().replace("_", "")
+    for method in CallMethod.values()
+}
 _SESSION_METADATA: Final = "kvkeep-session-bin"
 _RETRY_AFTER_METADATA: Final = "kvkeep-retry-after-ms"
 
@@ -132,20 +134,19 @@ def _retry_after_s(error: grpc.RpcError) -> float:
     return 0.0
 
 
-class PendingCommit:
-    """A Commit under way."""
-
-    def __init__(self, wait: Callable[[], CommitResponse]) -> None:
-        """Made by `Transport.begin_commit`."""
-        self._wait = wait
-
-    def result(self) -> CommitResponse:
-        """Wait for the answer. Errors: as `Transport.commit`."""
-        return self._wait()
+def payload_of(reply: Reply, what: str) -> bytes:
+    """The response message. Errors: what the daemon answered instead."""
+    if reply.status:
+        message = f"{what}: {reply.payload.decode(errors='replace')}"
+        raise _error(reply.status, message, reply.retry_after_s)
+    return reply.payload
 
 
 class Transport:
     """The calls of one session. Any thread may call.
+
+    Attributes:
+        calls: Those that are under way on the call socket.
 
     Every call takes its deadline in seconds and raises a KVKeepError: InvalidArgumentError,
     DeadlineError, UnavailableError, SessionLostError, NotSupportedError, ResourceExhaustedError.
@@ -153,65 +154,75 @@ class Transport:
 
     def __init__(self, *, socket_path: Path, session_token: bytes, calls: CallSocket) -> None:
         """Opens nothing: the channel connects with the first call."""
-        self._calls = calls
+        self.calls = calls
         self._channel = grpc.insecure_channel(f"unix:{socket_path}", options=_OPTIONS)
         self._stub: BlockCacheStub = BlockCacheStub(self._channel)
         self._admin: AdminStub = AdminStub(self._channel)
         self._metadata = ((_SESSION_METADATA, session_token),)
 
-    def _begin(
-        self, method: CallMethod.ValueType, request: Message, timeout_s: float, what: str
-    ) -> Callable[[], bytes]:
-        """Send a call; waits for its response when called."""
-        calls = self._calls
+    def pending(
+        self,
+        method: CallMethod.ValueType,
+        timeout_s: float,
+        on_reply: Callable[[Reply | None], None] | None = None,
+    ) -> PendingCall:
+        """A call to be sent with `send`. `on_reply`: see `PendingCall`."""
+        until_s = time.monotonic() + timeout_s
         quick = method not in _UNHURRIED
-        pending = calls.begin(method, request, timeout_s, what, quick=quick)
+        return PendingCall(method, _NAMES[method], until_s, quick=quick, on_reply=on_reply)
 
-        def wait() -> bytes:
-            status, retry_after_s, payload = calls.wait(pending)
-            if status:
-                message = f"{what}: {payload.decode(errors='replace')}"
-                raise _error(status, message, retry_after_s)
-            return payload
+    def send(self, pending: PendingCall, request: Message) -> None:
+        """Send it, without waiting. However this ends, `on_reply` hears of it."""
+        try:
+            self.calls.begin(pending, request.SerializeToString())
+        except BaseException:
+            self.calls.leave(pending)
+            raise
 
-        return wait
+    def result(self, pending: PendingCall) -> bytes:
+        """Wait for the response message of a call that was begun."""
+        return payload_of(self.calls.wait(pending), pending.what)
+
+    def _call(self, method: CallMethod.ValueType, request: Message, timeout_s: float) -> bytes:
+        pending = self.pending(method, timeout_s)
+        self.send(pending, request)
+        return self.result(pending)
 
     def open_namespace(
         self, request: OpenNamespaceRequest, timeout_s: float
     ) -> OpenNamespaceResponse:
         """OpenNamespace."""
         method = CallMethod.CALL_METHOD_OPEN_NAMESPACE
-        wait = self._begin(method, request, timeout_s, "OpenNamespace")
-        return OpenNamespaceResponse.FromString(wait())
+        return OpenNamespaceResponse.FromString(self._call(method, request, timeout_s))
 
-    def acquire(self, request: AcquireRequest, timeout_s: float) -> AcquireResponse:
-        """Acquire."""
-        wait = self._begin(CallMethod.CALL_METHOD_ACQUIRE, request, timeout_s, "Acquire")
-        return AcquireResponse.FromString(wait())
+    def acquire(
+        self, request: AcquireRequest, timeout_s: float, give_back: Callable[[int], None]
+    ) -> AcquireResponse:
+        """Acquire. `give_back` gets the lease that comes when nobody waits for it any more."""
+
+        def on_reply(reply: Reply | None) -> None:
+            if pending.left and reply is not None and not reply.status:
+                give_back(AcquireResponse.FromString(reply.payload).lease_id)
+
+        method = CallMethod.CALL_METHOD_ACQUIRE
+        pending = self.pending(method, timeout_s, on_reply)
+        self.send(pending, request)
+        return AcquireResponse.FromString(self.result(pending))
 
     def renew(self, request: RenewRequest, timeout_s: float) -> RenewResponse:
         """Renew."""
-        wait = self._begin(CallMethod.CALL_METHOD_RENEW, request, timeout_s, "Renew")
-        return RenewResponse.FromString(wait())
+        method = CallMethod.CALL_METHOD_RENEW
+        return RenewResponse.FromString(self._call(method, request, timeout_s))
 
-    def release(self, lease_ids: list[int], timeout_s: float) -> None:
-        """Release."""
+    def release(self, lease_ids: list[int]) -> None:
+        """Release, without waiting for the answer. Raises nothing: leases expire by themselves."""
         request = ReleaseRequest(lease_ids=lease_ids)
-        self._begin(CallMethod.CALL_METHOD_RELEASE, request, timeout_s, "Release")()
-
-    def commit(self, request: CommitRequest, timeout_s: float) -> CommitResponse:
-        """Commit."""
-        return self.begin_commit(request, timeout_s).result()
+        self.calls.post(CallMethod.CALL_METHOD_RELEASE, request.SerializeToString())
 
     def remove(self, request: RemoveRequest, timeout_s: float) -> RemoveResponse:
         """Remove."""
-        wait = self._begin(CallMethod.CALL_METHOD_REMOVE, request, timeout_s, "Remove")
-        return RemoveResponse.FromString(wait())
-
-    def begin_commit(self, request: CommitRequest, timeout_s: float) -> PendingCommit:
-        """Commit without waiting for the answer."""
-        wait = self._begin(CallMethod.CALL_METHOD_COMMIT, request, timeout_s, "Commit")
-        return PendingCommit(lambda: CommitResponse.FromString(wait()))
+        method = CallMethod.CALL_METHOD_REMOVE
+        return RemoveResponse.FromString(self._call(method, request, timeout_s))
 
     def stats(self, timeout_s: float) -> StatsResponse:
         """Admin.Stats."""

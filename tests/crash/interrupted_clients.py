@@ -59,6 +59,7 @@ def interrupted(wire: Wire, runtime_dir: str, seed: int, count: int) -> None:
                 namespace.store_blocks(keys, blocks)
                 with namespace.acquire(keys):
                     pass
+                _submit(client, namespace, keys)
 
             ended = _under_alarm(work, source.uniform(1e-5, 1.2 * typical_s))
             longest_s = max(longest_s, time.monotonic() - began_s)
@@ -74,6 +75,16 @@ def interrupted(wire: Wire, runtime_dir: str, seed: int, count: int) -> None:
                 longest_s = max(longest_s, time.monotonic() - began_s)
                 read, wrong = read + found, wrong + bad
     wire.tell((alarms, wrong, read, longest_s))
+
+
+def _submit(client, namespace, keys) -> None:
+    ticket = namespace.submit_acquire(keys)
+    store = namespace.store(keys)
+    tickets = [ticket, store.submit_commit()]
+    while not all(each.done for each in tickets):
+        client.poll()
+    if ticket.acquired is not None:
+        ticket.acquired.release()
 
 
 def _store_and_read(namespace, keys, expected, *, store: bool) -> tuple[int, int]:

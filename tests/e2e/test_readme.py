@@ -34,11 +34,17 @@ def output_of(program, environment):
 
 
 def test_the_example_prints_what_the_readme_shows(environment):
-    setting, six_lines = BLOCKS
+    setting, six_lines, _ = BLOCKS
     assert len(six_lines.splitlines()) == 6
     program = setting + six_lines
     assert output_of(["-c", program], environment) == SHOWN[0]
     assert output_of(["-c", program], environment) == SHOWN[0], "the second run differs"
+
+
+def test_the_readmes_scheduler_runs(environment):
+    setting, six_lines, two_calls = BLOCKS
+    program = f"{setting}{six_lines}keys = hasher.keys(range(64))\n{two_calls}print(ticket.state)"
+    assert output_of(["-c", program], environment).startswith(SHOWN[0])
 
 
 def test_the_smallest_example_is_the_readmes(environment):
@@ -71,3 +77,11 @@ def test_the_readmes_make_targets_exist():
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for target in re.findall(r"\bmake ([a-z-]+)", README):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_a_scheduler_finds_without_waiting(environment):
+    assert output_of([ROOT / "client/examples/scheduler.py"], environment).splitlines() == [
+        "64 tokens: 0 found",
+        "96 tokens: 64 found",
+        "96 tokens: 96 found",
+    ]

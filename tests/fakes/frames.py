@@ -5,12 +5,16 @@ from __future__ import annotations
 import socket
 import struct
 import threading
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
+
+from google.protobuf.empty_pb2 import Empty
 
 from kvkeep.v1 import block_cache_pb2 as pb
 from kvkeep.v1 import session_pb2
 
+MORE = 1
 HEADER = struct.Struct("<IHHII")
 CALLS: dict[int, tuple[str, Any]] = {
     session_pb2.CALL_METHOD_OPEN_NAMESPACE: ("OpenNamespace", pb.OpenNamespaceRequest),
@@ -20,6 +24,7 @@ CALLS: dict[int, tuple[str, Any]] = {
     session_pb2.CALL_METHOD_RENEW: ("Renew", pb.RenewRequest),
     session_pb2.CALL_METHOD_COMMIT: ("Commit", pb.CommitRequest),
     session_pb2.CALL_METHOD_REMOVE: ("Remove", pb.RemoveRequest),
+    session_pb2.CALL_METHOD_AWAIT: ("Await", pb.AwaitRequest),
 }
 
 
@@ -80,13 +85,23 @@ def serve(sock: socket.socket, servicer: Any, token: bytes) -> None:
     def answer(method: int, call_id: int, payload: bytes) -> None:
         name, kind = CALLS[method]
         context = _Context(token)
+
+        def send(message: bytes, flags: int) -> None:
+            retry_ms = context.retry_after_ms
+            header = HEADER.pack(len(message), context.status, flags, retry_ms, call_id)
+            with lock, suppress(OSError):
+                sock.sendall(header + message)
+
         try:
-            answer = getattr(servicer, name)(kind.FromString(payload), context).SerializeToString()
+            result = getattr(servicer, name)(kind.FromString(payload), context)
+            if isinstance(result, Iterator):
+                for one in result:
+                    send(one.SerializeToString(), MORE)
+                result = Empty()
+            answer = result.SerializeToString()
         except _AbortedError:
             answer = context.details.encode()
-        header = HEADER.pack(len(answer), context.status, 0, context.retry_after_ms, call_id)
-        with lock, suppress(OSError):
-            sock.sendall(header + answer)
+        send(answer, 0)
 
     with suppress(EOFError, OSError):
         while True:

@@ -15,6 +15,7 @@ import socket
 import struct
 import threading
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,7 @@ from kvkeep.v1 import session_pb2
 from kvkeep.v1.admin_pb2 import StatsResponse
 from kvkeep.v1.admin_pb2_grpc import AdminServicer, add_AdminServicer_to_server
 from tests.fakes import frames
+from tests.fakes.late_blocks import LateBlocks
 from tests.fakes.regions import FakeChunk, FakeIndex, FakeRegion, FakeTouchRing
 from tests.vectors.make_vectors import namespace_encoding
 
@@ -121,6 +123,7 @@ class FakeDaemon(pb_grpc.BlockCacheServicer):
         self.failures: dict[str, deque[Failure]] = {}
         self.gates: dict[str, threading.Event] = {}
         self.refuse_hello = ""
+        self.late = LateBlocks()
         self.welcome_kinds = set(session_pb2.FdKind.values())
         self._next_lease = 1
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -370,11 +373,13 @@ class FakeDaemon(pb_grpc.BlockCacheServicer):
         if request.byte_budget:
             unit = sum(g.block_nbytes for g in opened.spec.groups) * len(opened.ranks)
             leased = min(leased, request.byte_budget // unit)
-        status = bytes([1] * (skip + leased) + [4] * (blocks - skip - leased))
         lease_id = 0
         if leased:
             lease_id, self._next_lease = self._next_lease, self._next_lease + 1
             self.leases.add(lease_id)
+        ready = self.late.keep_back(lease_id, range(skip, skip + leased), columns, self._column)
+        rest, leased = 4 if ready == leased else 2, ready
+        status = bytes([1] * (skip + leased) + [rest] * (blocks - skip - leased))
         return pb.AcquireResponse(
             lease_id=lease_id,
             lease_ttl_ms=request.lease_ttl_ms or self.lease_ttl_ms,
@@ -382,18 +387,26 @@ class FakeDaemon(pb_grpc.BlockCacheServicer):
             leased_blocks=leased,
             status=status + bytes([3]) * (len(keys) - blocks),
             columns=[
-                pb.LeasedColumn(
-                    rank=rank,
-                    group=group,
-                    addresses=addresses.tobytes(),
-                    generations=self._generations(addresses),
-                )
-                for (rank, group), rows in columns.items()
-                for addresses in [self.index.place[rows[skip : skip + leased]]]
+                self._column(shard, rows[skip : skip + leased])
+                for shard, rows in columns.items()
                 if leased
             ],
             ended=pb.MISS_REASON_NEVER_SEEN if blocks < len(keys) else 0,
         )
+
+    def _column(self, shard: tuple[int, int], rows: Sequence[int]) -> pb.LeasedColumn:
+        addresses = self.index.place[list(rows)]
+        return pb.LeasedColumn(
+            rank=shard[0],
+            group=shard[1],
+            addresses=addresses.tobytes(),
+            generations=self._generations(addresses),
+        )
+
+    def Await(self, request, context):
+        """A piece each time that its gate is opened, if there is one."""
+        self._begin("Await", context)
+        yield from self.late.pieces(request.lease_id, self.gates.get("Await"))
 
     def _generations(self, addresses: np.ndarray) -> bytes:
         """An address that is no slot's has one all the same."""

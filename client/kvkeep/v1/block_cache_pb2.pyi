@@ -9,7 +9,7 @@ chain order, each `key_nbytes` of the namespace long (16 to 64), opaque to the s
 a status per block as one packed column, never one message per block.
 
 Common to all calls:
- * On the daemon's host the unary calls can be made on the session's call socket as well (session.proto).
+ * On the daemon's host the unary calls, and Await, can be made on the session's call socket as well (session.proto).
  * Metadata `kvkeep-session-bin` carries the 32-byte session token from the fd socket. A call without a
    live session fails with UNAUTHENTICATED; attach again.
  * Every call should carry a deadline. The server ends a call at the deadline and answers with what it has

@@ -60,12 +60,14 @@ class _CallMethodEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     CALL_METHOD_RENEW: _CallMethod.ValueType  # 5
     CALL_METHOD_COMMIT: _CallMethod.ValueType  # 6
     CALL_METHOD_REMOVE: _CallMethod.ValueType  # 7
+    CALL_METHOD_AWAIT: _CallMethod.ValueType  # 8
+    """several replies"""
 
 class CallMethod(_CallMethod, metaclass=_CallMethodEnumTypeWrapper):
     """--- the call socket (STREAM; shared_memory.md) ----------------------------------------------------------------
 
     The calls that a client on this host may make on its call socket instead of gRPC: the same messages, errors and
-    limits, a twentieth of the time.
+    limits, a twentieth of the time. The replies of a stream have the flag "more", and an empty one without it ends them.
     """
 
 CALL_METHOD_UNSPECIFIED: CallMethod.ValueType  # 0
@@ -76,6 +78,8 @@ CALL_METHOD_RELEASE: CallMethod.ValueType  # 4
 CALL_METHOD_RENEW: CallMethod.ValueType  # 5
 CALL_METHOD_COMMIT: CallMethod.ValueType  # 6
 CALL_METHOD_REMOVE: CallMethod.ValueType  # 7
+CALL_METHOD_AWAIT: CallMethod.ValueType  # 8
+"""several replies"""
 Global___CallMethod: typing_extensions.TypeAlias = CallMethod
 
 @typing.final

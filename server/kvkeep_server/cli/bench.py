@@ -13,6 +13,7 @@ import numpy as np
 
 import kvkeep
 from kvkeep_server.cli.bench_daemon import DaemonProcess, NoOpRpc
+from kvkeep_server.cli.bench_engine import EngineBench, EnginePlan
 from kvkeep_server.cli.bench_fio import Fio
 from kvkeep_server.cli.bench_index import IndexBench, IndexPlan
 from kvkeep_server.cli.bench_local import (
@@ -28,6 +29,7 @@ from kvkeep_server.cli.bench_nvme import NvmeBench, NvmePlan
 from kvkeep_server.cli.bench_nvme_log import Slots
 from kvkeep_server.cli.bench_rows import (
     BOUNDS,
+    ENGINE_BOUNDS,
     INDEX_BOUNDS,
     NVME_BOUNDS,
     Bound,
@@ -188,6 +190,36 @@ def index(*, as_machine: bool, check: bool, blocks: int) -> int:
             rpc.close()
     facts = {**host(), "blocks": blocks, "load_max": plan.load_max}
     return _report(facts, rows, INDEX_BOUNDS if check else {}, as_machine=as_machine)
+
+
+@bench.command()
+@click.option("--json", "as_machine", is_flag=True, help="One JSON object instead of the table.")
+@click.option("--check", is_flag=True, help="Exit code 1 when a bound is missed.")
+@click.option(
+    "--requests",
+    type=click.IntRange(min=1),
+    default=EnginePlan().requests,
+    show_default=True,
+    help="Of a daemon that answers; beside one that does not there are about a third more.",
+)
+def engine(*, as_machine: bool, check: bool, requests: int) -> int:
+    """Ask from a loop that is always busy, as an engine's scheduler is, with submit and poll.
+
+    Also beside a daemon that is frozen, slow or killed. Takes about a minute and a half and half a
+    GiB of memory with the default.
+    """
+    plan = dataclasses.replace(EnginePlan(), requests=requests)
+    with tempfile.TemporaryDirectory(prefix="kvkeep-bench-") as folder:
+        _progress("starting a daemon")
+        with (
+            DaemonProcess(Path(folder), {"ram": {"size": "256MiB"}}) as daemon,
+            kvkeep.connect(folder) as client,
+        ):
+            bench_of = EngineBench(plan, client=client, daemon=daemon, progress=_progress)
+            rows = list(bench_of.rows())
+            counts = dict(sorted(bench_of.loop.counts.items()))
+    facts = {**host(), "requests": bench_of.requests, "counts": counts}
+    return _report(facts, rows, ENGINE_BOUNDS if check else {}, as_machine=as_machine)
 
 
 def _report(

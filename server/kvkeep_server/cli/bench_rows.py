@@ -70,7 +70,14 @@ INDEX_BOUNDS: Mapping[str, Bound] = {
     "insert": _at_least(1),
     **{name: bound for name, bound in BOUNDS.items() if name.startswith("lookup/")},
 }
-_ALL_BOUNDS = {**BOUNDS, **NVME_BOUNDS, **INDEX_BOUNDS}
+# Of `bench engine`. Times, over what an engine's loop can bear.
+ENGINE_BOUNDS: Mapping[str, Bound] = {
+    f"{phase}/{figure}": _at_most(1)
+    for phase in ("healthy", "frozen", "slow", "killed")
+    for figure in ("calls/median", "calls/p99", "late", "back")
+    if (phase, figure) != ("healthy", "back")
+}
+_ALL_BOUNDS = {**BOUNDS, **NVME_BOUNDS, **INDEX_BOUNDS, **ENGINE_BOUNDS}
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,9 +62,8 @@ class BlockCacheServicer(pb_grpc.BlockCacheServicer):
     async def Await(
         self, request: pb.AwaitRequest, context: Context
     ) -> AsyncIterator[pb.AwaitResponse]:
-        residency = self._service.manager.residency
-        async for arrived in self._service.arrivals(self._session(context), request.lease_id):
-            yield convert.arrived_message(arrived, residency)
+        async for answer in self._calls.arrivals(self._session(context), request):
+            yield answer
 
     @unary
     async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseResponse:

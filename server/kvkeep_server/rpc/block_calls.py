@@ -3,7 +3,7 @@
 
 import asyncio
 import math
-from collections.abc import Awaitable
+from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass
 
 import numpy as np
@@ -88,6 +88,14 @@ class BlockCalls:
     ) -> pb.AcquireResponse:
         grant = await coming
         return convert.grant_message(grant, asked, self.service.manager.residency, life_s)
+
+    async def arrivals(
+        self, session: Session, request: pb.AwaitRequest
+    ) -> AsyncIterator[pb.AwaitResponse]:
+        """Await."""
+        residency = self.service.manager.residency
+        async for arrived in self.service.arrivals(session, request.lease_id):
+            yield convert.arrived_message(arrived, residency)
 
     def release(self, session: Session, request: pb.ReleaseRequest) -> pb.ReleaseResponse:
         """Release."""

@@ -1,4 +1,4 @@
-"""Call sockets: the unary calls of a session without gRPC, on a socketpair that its welcome brings.
+"""Call sockets: the calls of a session without gRPC, on a socketpair that its welcome brings.
 
 A call on gRPC takes 0.5 ms and several threads on both sides; the same message on a stream socket
 takes 20 us and none. The frames are those of `proto/kvkeep/v1/shared_memory.md`, section 1. What
@@ -10,12 +10,13 @@ replies or has too many calls under way is not read from.
 import asyncio
 import socket
 import struct
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import grpc
+from google.protobuf.empty_pb2 import Empty
 from google.protobuf.message import DecodeError, Message
 
 from kvkeep.v1 import block_cache_pb2 as pb
@@ -29,9 +30,10 @@ from kvkeep_server.rpc.request_limits import RequestLimits
 from kvkeep_server.service.session_memory import FdKind, FdOffer
 from kvkeep_server.service.sessions import FdSender, HelloFacts, Session, Sessions, Welcome
 
-# A request is: bytes of the payload, method, 0, 0, call id. A reply: bytes, status, 0, ms until a
-# retry makes sense, call id.
+# A request is: bytes of the payload, method, 0, 0, call id. A reply: bytes, status, flags, ms until
+# a retry makes sense, call id.
 HEADER = struct.Struct("<IHHII")
+_MORE = 1
 # Calls of one client that wait are served for so long, then others have their turn.
 _TURN_S = 0.002
 _UNSENT_NBYTES_MAX = 1 << 20
@@ -71,6 +73,7 @@ METHODS: dict[int, tuple[str, type[Message]]] = {
     session_pb2.CALL_METHOD_RENEW: ("Renew", pb.RenewRequest),
     session_pb2.CALL_METHOD_COMMIT: ("Commit", pb.CommitRequest),
     session_pb2.CALL_METHOD_REMOVE: ("Remove", pb.RemoveRequest),
+    session_pb2.CALL_METHOD_AWAIT: ("Await", pb.AwaitRequest),
 }
 
 
@@ -108,6 +111,9 @@ class CallSockets:
         self.begun: dict[str, tuple[Callable[[Session, Any], Awaitable[Any]], Render]] = {
             "Commit": (calls.begin_commit, convert.commit_message),
             "Remove": (calls.remove, convert.removed_message),
+        }
+        self.streamed: dict[str, Callable[[Session, Any], AsyncIterator[Message]]] = {
+            "Await": calls.arrivals,
         }
         # Tasks that nothing else refers to must be, to live.
         self.running: set[asyncio.Future[Any]] = set()
@@ -331,6 +337,10 @@ class _Connection(asyncio.BufferedProtocol):
             refused = self._sockets.limits.refusal(name, payload)
             if refused is not None:
                 raise refused
+            if name in self._sockets.streamed:
+                answers = self._sockets.streamed[name](session, kind.FromString(payload))
+                self._go_on(call, self._stream(call, answers), _as_it_is)
+                return
             if name in self._sockets.begun:
                 begin, render = self._sockets.begun[name]
                 request = kind.FromString(payload)
@@ -373,6 +383,12 @@ class _Connection(asyncio.BufferedProtocol):
         else:
             self._reply(call, grpc.StatusCode.OK, render(done.result()).SerializeToString())
 
+    async def _stream(self, call: _Call, answers: AsyncIterator[Message]) -> Message:
+        """Sends all answers but the end, which is an empty one."""
+        async for answer in answers:
+            self._send(call, grpc.StatusCode.OK, answer.SerializeToString(), flags=_MORE)
+        return Empty()
+
     def _refuse(self, call: _Call, error: KVKeepError) -> None:
         code, retry_after_ms = convert.status_code(error), convert.retry_after_ms(error)
         self._reply(call, code, str(error).encode(), retry_after_ms)
@@ -383,9 +399,19 @@ class _Connection(asyncio.BufferedProtocol):
         if call.name:
             took_s = self._loop.time() - call.began_s
             self._sockets.meter.note(f"BlockCache/{call.name}", code.name, took_s)
+        self._send(call, code, payload, retry_after_ms)
+
+    def _send(
+        self,
+        call: _Call,
+        code: grpc.StatusCode,
+        payload: bytes,
+        retry_after_ms: int = 0,
+        flags: int = 0,
+    ) -> None:
         if self.transport is not None:
             number: int = code.value[0]
-            header = HEADER.pack(len(payload), number, 0, retry_after_ms, call.call_id)
+            header = HEADER.pack(len(payload), number, flags, retry_after_ms, call.call_id)
             self.transport.write(header + payload)
 
 

@@ -43,6 +43,10 @@ def test_every_call_does_what_it_does_on_grpc():
         lease = pb.AcquireResponse.FromString(payload)
         assert (status, lease.leased_blocks) == (OK, 5)
         ids = [lease.lease_id]
+        # All of it was in ram, so the stream ends at once.
+        assert await client.call(
+            session_pb2.CALL_METHOD_AWAIT, pb.AwaitRequest(lease_id=ids[0])
+        ) == (OK, b"")
         status, payload = await client.call(
             session_pb2.CALL_METHOD_RENEW, pb.RenewRequest(lease_ids=ids, lease_ttl_ms=1000)
         )
@@ -71,7 +75,11 @@ def test_every_number_of_the_wire_is_served():
         assert set(numbers) == set(session_pb2.CallMethod.values()) - {
             session_pb2.CALL_METHOD_UNSPECIFIED
         }
-        assert {name for name, _ in numbers.values()} == {*sockets.begun, *sockets.served}
+        assert {name for name, _ in numbers.values()} == {
+            *sockets.begun,
+            *sockets.served,
+            *sockets.streamed,
+        }
         for number, (name, request) in numbers.items():
             method = pb.DESCRIPTOR.services_by_name["BlockCache"].methods_by_name[name]
             assert method.input_type.full_name == request.DESCRIPTOR.full_name
