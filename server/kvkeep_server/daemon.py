@@ -18,6 +18,7 @@ from typing import Any
 
 from kvkeep_server.config import Settings
 from kvkeep_server.config.parts import (
+    call_limits,
     lease_limits,
     metric_facts,
     namespace_limits,
@@ -347,6 +348,7 @@ class Daemon:
             admin=AdminServicer(service=core.service, tiers=tiers, server_epoch=self._server_epoch),
             meter=meter,
             limits=requests,
+            running=call_limits(self._settings),
         )
         sockets = CallSockets(calls=calls, sessions=core.sessions, meter=meter, limits=requests)
         mode = self._settings.server.socket_mode

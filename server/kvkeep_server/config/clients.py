@@ -150,4 +150,16 @@ class LimitSettings:
         64,
         "Commits at a time; above it: RESOURCE_EXHAUSTED.",
     )
+    calls_running_max: int = setting(
+        "calls_running_max",
+        Whole(1, 1 << 20),
+        4096,
+        "Calls on gRPC at a time, Attach not counted; above it: RESOURCE_EXHAUSTED.",
+    )
+    session_calls_running_max: int = setting(
+        "session_calls_running_max",
+        Whole(1, 1 << 20),
+        1024,
+        "Of them: of one client. On its call socket 256 run, and more wait there.",
+    )
     copy_threads: int = setting("copy_threads", Whole(1, 64), 2, "Threads that copy and checksum.")

@@ -12,6 +12,7 @@ from kvkeep_server.core.quantities import show_size
 from kvkeep_server.core.settings_kinds import disk_nbytes
 from kvkeep_server.metrics.readings import Facts
 from kvkeep_server.policies.registry import prefetch_policy
+from kvkeep_server.rpc.call_limit import CallLimits
 from kvkeep_server.service.namespaces import NamespaceLimits
 from kvkeep_server.service.sessions import SessionLimits
 from kvkeep_server.tiering.demotion import DemotionLimits
@@ -45,6 +46,12 @@ def lease_limits(settings: Settings) -> LeaseLimits:
     """Of leases."""
     leases = settings.leases
     return LeaseLimits(leases.ttl_s, leases.leases_max, leases.remembered_max)
+
+
+def call_limits(settings: Settings) -> CallLimits:
+    """Of calls on gRPC."""
+    limits = settings.limits
+    return CallLimits(limits.calls_running_max, limits.session_calls_running_max)
 
 
 def pin_limits(settings: Settings) -> PinLimits:

@@ -12,6 +12,7 @@ from kvkeep.v1 import admin_pb2, admin_pb2_grpc, block_cache_pb2, block_cache_pb
 from kvkeep_server.rpc.admin import AdminServicer
 from kvkeep_server.rpc.block_cache import BlockCacheServicer
 from kvkeep_server.rpc.block_calls import BlockCalls
+from kvkeep_server.rpc.call_limit import CallLimit, CallLimits
 from kvkeep_server.rpc.interceptors import CallMeter
 from kvkeep_server.rpc.request_limits import RequestGuard, RequestLimits
 
@@ -40,6 +41,7 @@ class Server:
         admin: Of operators.
         meter: Counts the calls of `METHODS`.
         limits: Of requests.
+        running: How many calls at a time.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Server:
         admin: AdminServicer,
         meter: CallMeter,
         limits: RequestLimits,
+        running: CallLimits,
     ) -> None:
         """See the class. Needs a running loop, as grpc.aio does."""
         options = [
@@ -59,7 +62,8 @@ class Server:
             ("grpc.so_reuseport", 0),
         ]
         guard = RequestGuard(methods=METHODS, limits=limits)
-        self._server = grpc.aio.server(options=options, interceptors=[meter, guard])
+        limit = CallLimit(methods=METHODS, limits=running)
+        self._server = grpc.aio.server(options=options, interceptors=[meter, limit, guard])
         block_cache_pb2_grpc.add_BlockCacheServicer_to_server(
             BlockCacheServicer(calls), self._server
         )
