@@ -22,7 +22,16 @@ from kvkeep.results import (
     RemovalStatus,
 )
 from kvkeep.shared_index import Words
-from kvkeep.spec import U64_MAX, GroupKind, Hints, check_number, check_seconds, deadline_of, invalid
+from kvkeep.spec import (
+    U64_MAX,
+    GroupKind,
+    Hints,
+    check_hints,
+    check_number,
+    check_seconds,
+    deadline_of,
+    invalid,
+)
 from kvkeep.store import Pipeline, Store
 from kvkeep.upkeep import Upkeep
 from kvkeep.v1 import block_cache_pb2 as pb
@@ -164,6 +173,8 @@ class Namespace(Upkeep):
         """
         key_nbytes = self.spec.key_nbytes
         words = Words(pack_keys(keys, key_nbytes), key_nbytes)
+        if hints is not None:
+            check_hints(hints)
         opened = self._live()
         if opened is None or opened.hidden:
             return NOTHING_FOUND

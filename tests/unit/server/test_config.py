@@ -256,3 +256,15 @@ def test_a_directory_of_too_few_segments_is_refused(tmp_path):
     loaded = parse(text, "x", MEMORY)
     with pytest.raises(InvalidArgumentError, match=r"nvme\.max.*at least 4 times nvme\.segment"):
         nvme_facts(loaded.settings, 1, NvmeMeans(DiskFiles(), SystemClock(), random.Random(1)))
+
+
+@pytest.mark.parametrize("second", ["link", "link/kv/..", "real/"])
+def test_one_directory_under_two_names_is_refused(tmp_path, second):
+    """Two logs in one directory would take each other's files."""
+    (tmp_path / "real" / "kv").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    text = f'[nvme]\ndirectories = ["{tmp_path}/real", "{tmp_path}/{second}"]'
+    with pytest.raises(ConfigError, match=r"nvme\.directories .*once"):
+        parse(text, "kvkeep.toml", MEMORY)
+    other = text.replace(second, "other")
+    assert len(parse(other, "kvkeep.toml", MEMORY).settings.nvme.directories) == 2
