@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 from kvkeep.shared_memory import LAYOUT_VERSION
-from kvkeep.spec import U64_MAX, check_number, check_seconds, invalid
+from kvkeep.spec import U64_MAX, check_hints, check_number, check_seconds, invalid
 from kvkeep.v1 import block_cache_pb2 as pb
 
 if TYPE_CHECKING:
@@ -103,9 +103,10 @@ def open_request(spec: NamespaceSpec, local_ranks: Sequence[int]) -> pb.OpenName
 
 
 def hints_message(hints: Hints | None) -> pb.Hints | None:
-    """None stays None."""
+    """None stays None. Errors: InvalidArgumentError for what is no Hints."""
     if hints is None:
         return None
+    check_hints(hints)
     return pb.Hints(
         stop_reason=pb.StopReason.ValueType(hints.stop_reason),
         output_tokens=hints.output_tokens,

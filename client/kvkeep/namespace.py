@@ -28,7 +28,7 @@ from kvkeep.results import (
     RemovalStatus,
 )
 from kvkeep.shared_index import Words
-from kvkeep.spec import GroupKind, Hints, check_seconds, deadline_of, invalid
+from kvkeep.spec import GroupKind, Hints, check_hints, check_seconds, deadline_of, invalid
 from kvkeep.store import Pipeline, Store, ack_level, parent_before, sources_of, summed
 from kvkeep.tickets import AcquireTicket
 from kvkeep.upkeep import Upkeep
@@ -175,6 +175,8 @@ class Namespace(Upkeep):
         """
         key_nbytes = self.spec.key_nbytes
         words = Words(pack_keys(keys, key_nbytes), key_nbytes)
+        if hints is not None:
+            check_hints(hints)
         opened = self._live()
         if opened is None or opened.hidden:
             return NOTHING_FOUND

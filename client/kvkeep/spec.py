@@ -288,6 +288,12 @@ class Hints:
         )
 
 
+def check_hints(hints: object) -> None:
+    """Errors: InvalidArgumentError for what is no Hints."""
+    if not isinstance(hints, Hints):
+        raise invalid("hints", hints, "kvkeep.Hints or None", "give kvkeep.Hints(...)")
+
+
 def invalid(field: str, value: object, allowed: str, fix: str) -> InvalidArgumentError:
     """The error of an argument, as one sentence with its four parts."""
     return InvalidArgumentError(f"{field} is {value!r}; allowed is {allowed}: {fix}")

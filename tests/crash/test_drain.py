@@ -118,6 +118,20 @@ def test_a_commit_that_runs_gets_its_answer(daemon):
     daemon.check_log()
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_other_signals_drain_too(daemon, number):
+    """A terminal that is closed sends SIGHUP: what was in ram only is on disk all the same."""
+    slow(daemon, 0.2)
+    with kvkeep.connect(daemon.runtime_dir, timeout_s=20.0) as client:
+        namespace, keys = client.open_namespace(SPEC), chain("hung up")
+        assert namespace.store_blocks(keys, [content(key) for key in keys]).stored == LENGTH
+        daemon.send(number)
+        assert daemon.process.wait(20) == 0
+    at_once(daemon)
+    verify(daemon.runtime_dir, {"hung up": LENGTH}, random.Random(1))
+    daemon.check_log()
+
+
 def _stores(namespace, keys):
     try:
         with namespace.store(keys[:1], timeout_s=0.2) as store:

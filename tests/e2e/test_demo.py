@@ -90,6 +90,7 @@ def test_a_disk_that_lost_everything_makes_it_exit_1(monkeypatch, capsys, tmp_pa
     assert last_line(told)[1] == 0
     assert code == 1
     assert "  0 of " in told
+    assert "Not all that had been acknowledged" in told
 
 
 def test_nothing_from_disk_after_the_kill_makes_it_exit_1(monkeypatch, capsys, tmp_path):
@@ -102,8 +103,10 @@ def test_nothing_from_disk_after_the_kill_makes_it_exit_1(monkeypatch, capsys, t
 
     monkeypatch.setattr("kvkeep_server.cli.demo.crash", crash_and_forget)
     code = run(demo(tmp_path, "--requests", "4"))
-    assert last_line(capsys.readouterr().out)[1] == 0
+    told = capsys.readouterr().out
+    assert last_line(told)[1] == 0
     assert code == 1
+    assert "Nothing was read from disk after the kill" in told
 
 
 def test_a_daemon_that_does_not_start_is_one_line(capsys, tmp_path):

@@ -134,8 +134,9 @@ class AdminServicer(object):
 
     def Check(self, request, context):
         """Audits index, accounting, pool and leases while the daemon serves; with `verify_checksums` also the bytes of every
-        block in ram, read in a thread. Blocks with wrong bytes are taken out, with what follows them. Takes 2 s for a million
-        blocks, and as long as the bytes take at the rate asked for; ends with its caller.
+        block in ram and then of every record on nvme, read in threads. A block with wrong bytes in ram is taken out, with what
+        follows it; a record with wrong bytes is forgotten, and its block leaves, with what follows it, unless ram has it. Takes
+        0.6 s for a million blocks, and as long as the bytes take at the rate asked for; ends with its caller.
         Errors: RESOURCE_EXHAUSTED (a check is running already).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

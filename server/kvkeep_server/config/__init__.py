@@ -25,6 +25,8 @@ from kvkeep_server.config.operators import LogSettings, MetricsSettings
 from kvkeep_server.config.tiers import IndexSettings, NvmeSettings, RamSettings
 from kvkeep_server.core.errors import KVKeepError
 from kvkeep_server.core.memory_limit import (
+    INDEX_ROW_NBYTES,
+    PROCESS_NBYTES,
     MemoryLimit,
     MemoryPlan,
     pool_nbytes_auto,
@@ -285,6 +287,11 @@ def _memory_sum(
     plan = MemoryPlan(pool, staging, values["index.rows_initial"])
     if plan.nbytes <= memory.nbytes:
         return
+    rows, chosen = values["index.rows_initial"], [p for p in parts if origins[p] == "file"]
+    index = rows * INDEX_ROW_NBYTES
+    if origins["index.rows_initial"] == "file" and index > max([parts[p] for p in chosen] + [0]):
+        yield _too_many_rows(rows, parts, plan, memory)
+        return
     # Name the part that somebody chose, the larger one if it is both.
     path = max(parts, key=lambda part: (origins[part] == "file", parts[part]))
     other = next(part for part in parts if part != path)
@@ -298,4 +305,19 @@ def _memory_sum(
         f'set {path} to "{show_size(room)}" or less'
         if room >= 4 * MiB
         else f"raise that limit to {show_size(plan.nbytes + MiB)}, or lower both",
+    )
+
+
+def _too_many_rows(
+    rows: int, parts: Mapping[str, int], plan: MemoryPlan, memory: MemoryLimit
+) -> str:
+    others = ", ".join(f"{path} ({format_size(nbytes)})" for path, nbytes in parts.items())
+    fitting = (memory.nbytes - plan.nbytes) // INDEX_ROW_NBYTES + rows
+    return _problem(
+        "index.rows_initial",
+        str(rows),
+        f"what with {others} and process ({show_size(PROCESS_NBYTES)}) stays within"
+        f" {show_size(memory.nbytes)}, the {memory.source}; free now:"
+        f" {show_size(memory.free_nbytes)}",
+        f"set it to {fitting} or less" if fitting >= KiB else "lower these too",
     )

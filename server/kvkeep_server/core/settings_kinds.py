@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from kvkeep_server.core.quantities import (
@@ -125,9 +126,10 @@ class Size:
         return int(memory_nbytes * float(match[1]) / 100) // self.multiple * self.multiple
 
     def _spelling(self, raw: str) -> str:
-        match = re.match(r"\s*([0-9.]+)\s*([A-Za-z]?)", raw)
+        match = re.match(r"\s*([0-9.]+)\s*([A-Za-z]?)", raw.replace("_", ""))
         if match is not None:
-            unit = {name[0].lower(): name for name in SIZE_UNITS}.get(match[2].lower(), "MiB")
+            units = {name[0].lower(): name for name in SIZE_UNITS} | {"": "MiB"}
+            unit = units.get(match[2].lower())
             guess = f"{match[1]}{unit}"
             if parse_size(guess) is not None:
                 return (
@@ -349,8 +351,10 @@ class DirectoryList:
         paths = tuple(one.parse(path, memory_nbytes).rstrip("/") for path in raw)
         if "" in paths:
             raise ValueError("write whole paths, from / on, and not / itself")
-        if len(set(paths)) < len(paths):
-            raise ValueError("name each directory once")
+        # Where links lead: two logs in one directory would take each other's files.
+        places = [Path(path).resolve() for path in paths]
+        if len(set(places)) < len(places):
+            raise ValueError("name each directory once, also by way of symbolic links")
         return paths
 
     def render(self, value: Value) -> str:

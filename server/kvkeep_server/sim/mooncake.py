@@ -47,9 +47,9 @@ def _request(where: str, line: bytes, before_s: float) -> TraceRequest:
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise TraceError(where, line[:60], f"a JSON object ({error})", _FIX) from error
+        raise TraceError(where, _text(line), f"a JSON object ({error})", _FIX) from error
     if not isinstance(fields, dict):
-        raise TraceError(where, line[:60], "a JSON object", _FIX)
+        raise TraceError(where, _text(line), "a JSON object", _FIX)
     arrival_s = _number(where, fields, "timestamp", (int, float)) / 1000
     if arrival_s < before_s:
         allowed = f"at least {before_s * 1000:g}, that of the line before"
@@ -57,7 +57,7 @@ def _request(where: str, line: bytes, before_s: float) -> TraceRequest:
     tokens = int(_number(where, fields, "input_length", (int,)))
     return TraceRequest(
         arrival_s=arrival_s,
-        blocks=_ids(where, fields.get("hash_ids"), -(-tokens // TRACE_BLOCK_TOKENS)),
+        blocks=_ids(where, fields.get("hash_ids", "missing"), -(-tokens // TRACE_BLOCK_TOKENS)),
         hint=0,
         output_tokens=int(_number(where, fields, "output_length", (int,))),
         session=-1,
@@ -65,10 +65,15 @@ def _request(where: str, line: bytes, before_s: float) -> TraceRequest:
     )
 
 
+def _text(line: bytes) -> str:
+    """Its beginning, as it stands in the file."""
+    return line[:60].decode(errors="replace").rstrip("\n")
+
+
 def _number(
     where: str, fields: dict[str, object], name: str, kinds: tuple[type, ...]
 ) -> int | float:
-    value = fields.get(name)
+    value = fields.get(name, "missing")
     # JSON knows neither nan nor inf, but Python's reader does.
     if isinstance(value, kinds) and not isinstance(value, bool):
         assert isinstance(value, int | float)

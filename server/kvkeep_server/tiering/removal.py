@@ -186,7 +186,9 @@ class Removal:
         """Takes out the units that no tier has any more, and their descendants."""
         residency = self._residency
         for reason in set(residency.lost.values()):
-            units = np.array([unit for unit, why in residency.lost.items() if why is reason])
+            # None, if they left with those of another reason.
+            named = [unit for unit, why in residency.lost.items() if why is reason]
+            units = np.array(named, np.int64)
 
             def find(units: I64 = units) -> I64:
                 lost = (residency.columns.row[units] >= 0) & ~residency.columns.placed(units)

@@ -43,6 +43,12 @@ def test_nothing_is_stored_yet(namespace):
     assert namespace.read_into(chain(3), bytearray(3 * BLOCK_NBYTES)) == 0
 
 
+def test_what_is_no_hints_is_refused(namespace):
+    for call in (namespace.lookup, namespace.acquire, namespace.store):
+        with pytest.raises(kvkeep.InvalidArgumentError, match="hints is 'x'"):
+            call(chain(1), hints="x")
+
+
 def test_lookups_and_reads_leave_touch_records(daemon, namespace):
     keys = chain(4)
     store(namespace, keys)

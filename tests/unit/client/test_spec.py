@@ -156,6 +156,12 @@ def test_hints_reach_the_wire():
     assert hints_message(None) is None
 
 
+@pytest.mark.parametrize("wrong", ["x", {"output_tokens": 1}, 5])
+def test_what_is_no_hints_is_said(wrong):
+    with pytest.raises(kvkeep.InvalidArgumentError, match=r"hints is .*kvkeep\.Hints"):
+        hints_message(wrong)
+
+
 @pytest.mark.parametrize(
     "field", [{"output_tokens": -1}, {"engine_hit_tokens": 2**64}, {"session_id": bytes(65)}]
 )

@@ -3,6 +3,7 @@
 import dataclasses
 import random
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -16,9 +17,9 @@ from hypothesis import strategies as st
 from kvkeep_server.cli.config import effective, reference_lines
 from kvkeep_server.cli.main import kvkeep, run
 from kvkeep_server.config import KEYS, ConfigError, Settings, load, parse
-from kvkeep_server.config.parts import nvme_facts
+from kvkeep_server.config.parts import nvme_directories, nvme_facts
 from kvkeep_server.core.clock import SystemClock
-from kvkeep_server.core.errors import InvalidArgumentError
+from kvkeep_server.core.errors import FailedPreconditionError, InvalidArgumentError
 from kvkeep_server.core.memory_limit import MemoryLimit
 from kvkeep_server.tiering.nvme_side import NvmeMeans
 from kvkeep_server.tiers.nvme.files import DiskFiles
@@ -256,3 +257,27 @@ def test_a_directory_of_too_few_segments_is_refused(tmp_path):
     loaded = parse(text, "x", MEMORY)
     with pytest.raises(InvalidArgumentError, match=r"nvme\.max.*at least 4 times nvme\.segment"):
         nvme_facts(loaded.settings, 1, NvmeMeans(DiskFiles(), SystemClock(), random.Random(1)))
+
+
+@pytest.mark.parametrize("second", ["link", "link/kv/..", "real/"])
+def test_one_directory_under_two_names_is_refused(tmp_path, second):
+    """Two logs in one directory would take each other's files."""
+    (tmp_path / "real" / "kv").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    text = f'[nvme]\ndirectories = ["{tmp_path}/real", "{tmp_path}/{second}"]'
+    with pytest.raises(ConfigError, match=r"nvme\.directories .*once"):
+        parse(text, "kvkeep.toml", MEMORY)
+    other = text.replace(second, "other")
+    assert len(parse(other, "kvkeep.toml", MEMORY).settings.nvme.directories) == 2
+
+
+def test_a_share_of_a_tiny_file_system_is_refused_with_its_size(tmp_path, monkeypatch):
+    tiny = shutil.disk_usage(tmp_path)._replace(total=6 * MiB)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: tiny)
+    loaded = parse(f'[nvme]\ndirectories = ["{tmp_path}/a"]', "x", MEMORY)
+    with pytest.raises(FailedPreconditionError) as refused:
+        nvme_directories(loaded.settings)
+    assert str(refused.value) == (
+        f"nvme.max = '50%' of the {6 * MiB} bytes that the file system of {tmp_path}/a has: set it"
+        ' to "4MiB" or more'
+    )

@@ -359,7 +359,11 @@ class Appender:
     async def _create(self) -> WriteStatus:
         """A new active segment; anything but WRITTEN says what becomes of who waits for it."""
         directory = self._directory
-        number = directory.sequence.take_number()
+        try:
+            number = directory.sequence.take_number()
+        except OverflowError as error:
+            directory.health.failed(error)
+            return WriteStatus.FAILED
         segment = directory.table.begin(number, self.retention_class)
         header = SegmentHeader(number, segment.pages, directory.wall_ms(), self.retention_class)
         settings = directory.table.settings

@@ -114,7 +114,8 @@ class RecordSequence:
     def begin_after(self, number: int) -> None:
         """All segments so far are at most `number`."""
         self._number = number + 1
-        self._seq = self._number << 32
+        # Where no segment is left, none is written; its number must fit all the same.
+        self._seq = min(self._number, NUMBER_MAX) << 32
 
     def raise_above(self, record_seq: int) -> None:
         """A record of this number was found."""

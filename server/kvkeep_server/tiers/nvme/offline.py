@@ -151,7 +151,9 @@ class OfflineCheck:
         found = inspect(self._files, self._pool, segment)
         if isinstance(found, str):
             say = report.note if found.startswith(NEWER) else report.find
-            say(f"{segment.path}: {found}; nothing of it is used, its bytes count")
+            # A daemon never removes what it cannot read: somebody may have a use for it.
+            unused = "nothing of it is used, its bytes count until you remove it"
+            say(f"{segment.path}: {found}; {unused}")
             return
         report.segments += 1
         rows = found.rows

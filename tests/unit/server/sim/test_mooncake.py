@@ -78,6 +78,7 @@ def test_a_wrong_line_names_file_line_field_and_what_is_allowed(write, wrong, na
         list(read_mooncake(path))
     assert f"{path}:2" in str(refused.value)
     assert "allowed: " in str(refused.value)
+    assert "b'" not in str(refused.value), "as Python writes it"
 
 
 def test_a_line_is_never_longer_than_the_limit(write, monkeypatch):

@@ -178,6 +178,25 @@ def spoil(directory, location):
     raise AssertionError("no such record")
 
 
+def test_what_leaves_with_others_that_are_lost_is_not_looked_for(directory):
+    """Units that are lost for one reason took those with them that were for another, and what is
+    done behind the work, on which everything rests, ended with an error."""
+    with both(directory) as core:
+        session = core.session()
+        opened, keys = core.open(session), keys_of("a", 6)
+        core.put(session, opened, keys)
+        evict_all(core)
+        residency = core.core.residency
+        ids = residency.find(opened.spaces.local[0], KeyBatch.unpack(b"".join(keys), 32))
+        residency.forget(ids[2:3], MissReason.EVICTED)
+        residency.forget(ids[4:5], MissReason.CORRUPT)
+        assert len(set(residency.lost.values())) == 2
+        core.run(core.core.nvme.removal.of_lost())
+        assert not residency.lost
+        assert core.lookup(session, opened, keys).blocks == 2
+        core.check_at_rest()
+
+
 def test_what_is_removed_while_it_waits_to_be_written_is_not_written(directory):
     with both(directory) as core:
         session = core.session()

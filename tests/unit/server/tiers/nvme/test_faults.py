@@ -309,3 +309,19 @@ def test_without_direct_and_fallocate_it_still_works(tmp_path, monkeypatch):
     story.threads.shutdown()
     assert files.opened_buffered >= 1
     assert files.allocated_sparse == 1
+
+
+def test_when_segment_numbers_are_used_up_nothing_is_written_and_it_is_said():
+    """It was an error of the daemon itself, and the client that stored lost its session."""
+
+    async def story(path):
+        (Path(path) / "ffffffff.kvks").touch()
+        played = Story(path, FaultyFiles(lambda _name, _number: 0))
+        await started(played.tier, played.owner)
+        assert (await played.store(1, 4, durable=True) == WriteStatus.FAILED).all()
+        assert "used up" in played.tier.stats().directories[0].sick
+        await played.tier.close()
+        played.threads.shutdown()
+
+    with fast_directory() as path:
+        asyncio.run(story(path))
