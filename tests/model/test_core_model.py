@@ -429,10 +429,10 @@ class CoreAgainstDicts(RuleBasedStateMachine):
 
 
 TestCoreAgainstDicts = CoreAgainstDicts.TestCase
-TestCoreAgainstDicts.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
+TestCoreAgainstDicts.settings = settings(max_examples=30, stateful_step_count=40)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 class TestCoreAgainstDictsForLong(CoreAgainstDicts.TestCase):
-    settings = settings(max_examples=2000, stateful_step_count=60, deadline=None)
+    settings = settings(max_examples=2000, stateful_step_count=60)

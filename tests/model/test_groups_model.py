@@ -211,5 +211,5 @@ class GroupsAgainstADict(RuleBasedStateMachine):
 def test_groups_against_a_dict(promise_count):
     run_state_machine_as_test(
         GroupsAgainstADict,
-        settings=settings(max_examples=promise_count, stateful_step_count=40, deadline=None),
+        settings=settings(max_examples=promise_count, stateful_step_count=40),
     )

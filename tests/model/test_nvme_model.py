@@ -179,6 +179,5 @@ TestNvmeAgainstADict = NvmeAgainstADict.TestCase
 TestNvmeAgainstADict.settings = settings(
     max_examples=60,
     stateful_step_count=40,
-    deadline=None,
     suppress_health_check=list(HealthCheck),
 )

@@ -220,7 +220,7 @@ class TiersThatNeverReclaim(TiersAgainstADict):
     reclaims = False
 
 
-COUNTS = settings(max_examples=25, stateful_step_count=25, deadline=None)
+COUNTS = settings(max_examples=25, stateful_step_count=25)
 
 
 @pytest.mark.parametrize("machine", [TiersAgainstADict, TiersThatNeverReclaim])

@@ -272,7 +272,7 @@ def test_a_table_that_is_not_live_answers_nothing(state):
     assert setup.find(keys).blocks == 3
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 39)), max_size=150), st.integers(8, 20))
 def test_any_order_of_inserts_and_removes(operations, buckets):
     setup = Setup(buckets)

@@ -254,7 +254,7 @@ class TableAgainstADict(RuleBasedStateMachine):
 
 
 TestTableAgainstADict = TableAgainstADict.TestCase
-TestTableAgainstADict.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestTableAgainstADict.settings = settings(max_examples=60, stateful_step_count=25)
 
 
 # A client, written from shared_memory.md alone. Every row that the parent ever writes has

@@ -231,7 +231,5 @@ class ReadingsUnderWork(RuleBasedStateMachine):
         self.core.close()
 
 
-ReadingsUnderWork.TestCase.settings = settings(
-    max_examples=20, stateful_step_count=20, deadline=None
-)
+ReadingsUnderWork.TestCase.settings = settings(max_examples=20, stateful_step_count=20)
 TestReadingsUnderWork = ReadingsUnderWork.TestCase

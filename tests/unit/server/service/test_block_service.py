@@ -220,7 +220,7 @@ def test_keys_of_a_call_are_limited_by_name(core, session, opened, service):
     assert core.lookup(session, opened, many[:64]).blocks == 0
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     keys=st.binary(max_size=200),
     parent=st.one_of(st.just(b""), st.binary(min_size=32, max_size=32), st.binary(max_size=40)),
@@ -460,7 +460,7 @@ def test_sessions_that_end_leave_no_more_than_so_many_look_ups(core, service, mo
     assert (service.manager.counts.lookup.calls, service.touches.lost) == (5, 4)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.binary(min_size=64, max_size=64 * 20), st.integers(0, (1 << 64) - 1))
 def test_garbage_in_a_ring_breaks_nothing(garbage, head):
     with Harness(ram="4MiB", extra=EXTRA) as core:

@@ -218,7 +218,7 @@ SPECS = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(SPECS)
 def test_an_encoding_can_be_read_back(of):
     assert decode(encode(of)) == of
@@ -452,7 +452,7 @@ def test_ranks_that_are_none_of_it_are_refused(namespaces, ranks):
         namespaces.open(spec(tp_size=2), ranks)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(SPECS, st.lists(st.integers(0, 1 << 32), max_size=3))
 def test_whatever_comes_is_opened_or_refused_on_purpose(of, ranks):
     limits = NamespaceLimits(4, 4, 4096, 1 << 20)

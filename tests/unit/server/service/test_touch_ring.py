@@ -173,7 +173,7 @@ def test_a_copy_is_taken_before_it_is_checked(ring, client):
 HEADS = st.one_of(st.integers(0, 40), st.integers(0, (1 << 64) - 1))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     steps=st.lists(
         st.one_of(

@@ -68,7 +68,7 @@ def test_keys_widen_and_never_narrow():
     assert columns.key_words[5].tolist() == [1, 1, 1, 1, 0, 0, 0, 0]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 1500), st.randoms(use_true_random=False))))
 def test_ids_are_never_given_twice(steps):
     columns, held = BlockColumns(TABLE, Parents()), set()

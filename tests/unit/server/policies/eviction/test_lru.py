@@ -167,7 +167,7 @@ class LruAgainstAModel(RuleBasedStateMachine):
 
 
 TestLruAgainstAModel = LruAgainstAModel.TestCase
-TestLruAgainstAModel.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestLruAgainstAModel.settings = settings(max_examples=150, stateful_step_count=40)
 
 
 def test_the_least_recently_used_chain_leaves_first_from_its_tail():

@@ -186,7 +186,7 @@ def test_nothing_to_stamp_is_fine():
 BATCH = st.lists(st.tuples(st.integers(0, 1), st.integers(2, 30)), unique=True, max_size=12)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.tuples(st.booleans(), BATCH), max_size=30))
 def test_a_generation_never_comes_twice_and_only_rises(steps):
     pool, _ = make(limit=2 * MIB, chunk=MIB)

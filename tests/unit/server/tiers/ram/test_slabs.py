@@ -257,6 +257,4 @@ class AllocatorAgainstADict(RuleBasedStateMachine):
 
 
 TestAllocatorAgainstADict = AllocatorAgainstADict.TestCase
-TestAllocatorAgainstADict.settings = settings(
-    max_examples=60, stateful_step_count=30, deadline=None
-)
+TestAllocatorAgainstADict.settings = settings(max_examples=60, stateful_step_count=30)
