@@ -25,6 +25,8 @@ from kvkeep.errors import (
 from kvkeep.results import (
     AckLevel,
     BlockStatus,
+    Change,
+    ChangeKind,
     CommitResult,
     CommitStatus,
     Health,
@@ -33,6 +35,7 @@ from kvkeep.results import (
     Pin,
     RemovalResult,
     RemovalStatus,
+    Tier,
 )
 from kvkeep.spec import Group, GroupKind, Hints, NamespaceSpec, StateMode, StopReason
 
@@ -43,12 +46,15 @@ if TYPE_CHECKING:
     from kvkeep.namespace import Namespace
     from kvkeep.store import Store
     from kvkeep.tickets import AcquireTicket, CommitTicket, TicketState
+    from kvkeep.watching import Watch
 
 __all__ = [
     "AckLevel",
     "AcquireTicket",
     "Acquired",
     "BlockStatus",
+    "Change",
+    "ChangeKind",
     "Client",
     "CommitResult",
     "CommitStatus",
@@ -75,7 +81,9 @@ __all__ = [
     "StopReason",
     "Store",
     "TicketState",
+    "Tier",
     "UnavailableError",
+    "Watch",
     "chain_hash",
     "connect",
 ]
@@ -88,6 +96,7 @@ _LOADED_ON_USE = {
     "Namespace": "kvkeep.namespace",
     "Store": "kvkeep.store",
     "TicketState": "kvkeep.tickets",
+    "Watch": "kvkeep.watching",
     "connect": "kvkeep.client",
 }
 

@@ -27,6 +27,8 @@ from kvkeep.spec import (
     whole,
 )
 from kvkeep.tickets import Tickets
+from kvkeep.v1.block_cache_pb2 import WatchRequest
+from kvkeep.watching import Watch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -152,6 +154,28 @@ class Client:
     def server_epoch(self) -> int:
         """Names the daemon's life; another one after its restart. Errors: UnavailableError."""
         return self._keeper.require().server_epoch
+
+    def watch(self, *namespaces: Namespace, from_sequence: int = 0) -> Watch:
+        """Hear what is stored and removed, in each tier of this host: for routers.
+
+        Of these namespaces, as they are open now, none = all that this client has open. It begins
+        with all that is there; with the `sequence` of the last change of a watch that broke it
+        goes on from there instead, if the daemon still can.
+
+        Errors: InvalidArgumentError, UnavailableError; while iterating also InvalidArgumentError
+        (`from_sequence` cannot be had any more) and ResourceExhaustedError (too many watch).
+        """
+        if not namespaces:
+            with self._namespaces_lock:
+                namespaces = tuple(self._namespaces)
+        opened = [namespace.opened() for namespace in namespaces]
+        request = WatchRequest(
+            from_sequence=check_number("from_sequence", from_sequence, 0, U64_MAX),
+            set_indexes=[one.set_index for one in opened],
+        )
+        sizes = zip(opened, namespaces, strict=True)
+        stream = self._keeper.require().transport.watch(request)
+        return Watch(stream, {one.set_id: of.spec.key_nbytes for one, of in sizes})
 
     def stats(self, timeout_s: float | None = None) -> StatsResponse:
         """The daemon's counters and gauges; fields in admin.proto.

@@ -130,6 +130,10 @@ class Namespace(Upkeep):
         """The identity of the namespace set, 16 bytes. Errors: UnavailableError."""
         return self._require().set_id
 
+    def opened(self) -> Opened:
+        """For the library's own parts: as it is open now. Errors: UnavailableError."""
+        return self._require()
+
     @property
     def namespace_epoch(self) -> int:
         """The epoch that is open: that of the specification, or a later one.

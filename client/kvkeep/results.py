@@ -96,6 +96,25 @@ class Health(Enum):
     AWAY = "away"
 
 
+class Tier(IntEnum):
+    """A place that holds blocks."""
+
+    UNSPECIFIED = 0
+    RAM = 1
+    NVME = 2
+    REDIS = 3
+
+
+class ChangeKind(IntEnum):
+    """What a watcher is told."""
+
+    UNSPECIFIED = 0
+    STORED = 1
+    REMOVED = 2
+    ALL_CLEARED = 3
+    RESYNC_DIGEST = 4
+
+
 class Lookup(NamedTuple):
     """The longest usable prefix.
 
@@ -137,6 +156,34 @@ class CommitResult:
     stored: int
     already_stored: int
     refused: int
+
+
+class Change(NamedTuple):
+    """Something that a watcher is told.
+
+    Attributes:
+        sequence: Ascending; several may share one. What to go on from when a watch breaks.
+        kind: STORED or REMOVED: `keys` came into `tier`, or left it. ALL_CLEARED: what is known of
+            all sets that are watched is void, and what follows is all that there is.
+            RESYNC_DIGEST: `digest` is that of all keys that are there.
+        tier: Which.
+        set_id: Of the namespace set.
+        rank: Flat rank whose shards they are.
+        group: Index into the specification's groups.
+        keys: In chain order as a rule.
+        parent_key: STORED: of the block before the first of them; None = it has none.
+        digest: The sum of xxh3-64 over the keys, modulo 2^64, in any order.
+    """
+
+    sequence: int
+    kind: ChangeKind
+    tier: Tier
+    set_id: bytes
+    rank: int
+    group: int
+    keys: tuple[bytes, ...]
+    parent_key: bytes | None
+    digest: int
 
 
 class Pin(NamedTuple):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 import kvkeep.forking  # noqa: F401 - chooses gRPC's poller
 
@@ -46,6 +46,8 @@ from kvkeep.v1.block_cache_pb2 import (
     RenewResponse,
     UnpinRequest,
     UnpinResponse,
+    WatchRequest,
+    WatchResponse,
 )
 from kvkeep.v1.block_cache_pb2_grpc import BlockCacheStub
 from kvkeep.v1.session_pb2 import CallMethod
@@ -114,6 +116,7 @@ _BY_CODE: Final[dict[grpc.StatusCode, type[KVKeepError]]] = {
     grpc.StatusCode.NOT_FOUND: SessionLostError,
     grpc.StatusCode.FAILED_PRECONDITION: NotSupportedError,
     grpc.StatusCode.UNIMPLEMENTED: NotSupportedError,
+    grpc.StatusCode.OUT_OF_RANGE: InvalidArgumentError,
 }
 _ERRORS: Final[dict[int, type[KVKeepError]]] = {
     code.value[0]: kind for code, kind in _BY_CODE.items()
@@ -140,6 +143,44 @@ def payload_of(reply: Reply, what: str) -> bytes:
         message = f"{what}: {reply.payload.decode(errors='replace')}"
         raise _error(reply.status, message, reply.retry_after_s)
     return reply.payload
+
+
+class _Answers(Protocol):
+    """A stream of gRPC's."""
+
+    def __next__(self) -> WatchResponse: ...
+
+    def cancel(self) -> object: ...
+
+
+class ChangeStream:
+    """A Watch under way. One thread reads; any may close."""
+
+    def __init__(self, call: _Answers) -> None:
+        """Made by `Transport.watch`."""
+        self._call = call
+        self._closed = False
+
+    def next(self) -> WatchResponse | None:
+        """The next answer; None = closed.
+
+        Errors: as of `Transport`; SessionLostError when the session is over.
+        """
+        try:
+            return next(self._call)
+        except StopIteration:
+            if self._closed:
+                return None
+            raise SessionLostError("Watch: the session is over") from None
+        except grpc.RpcError as error:
+            if self._closed:
+                return None
+            raise _call_failed(error, "Watch") from error
+
+    def close(self) -> None:
+        """Ends it."""
+        self._closed = True
+        self._call.cancel()
 
 
 class Transport:
@@ -255,6 +296,13 @@ class Transport:
         except ValueError as error:
             # grpc says so when the channel is closed.
             raise SessionLostError(f"{what}: the session was closed") from error
+
+    def watch(self, request: WatchRequest) -> ChangeStream:
+        """Watch. Errors: SessionLostError."""
+        try:
+            return ChangeStream(self._stub.Watch(request, metadata=self._metadata))
+        except ValueError as error:
+            raise SessionLostError("Watch: the session was closed") from error
 
     def attach(self, beats: Iterator[AttachRequest]) -> Iterator[AttachEvent]:
         """The event stream. Errors: ValueError when the channel is closed."""

@@ -1,15 +1,13 @@
 """The composition root: the one place that builds, wires, starts and drains."""
 
 import asyncio
-import contextlib
 import gc
 import logging
 import os
 import random
-import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +24,7 @@ from kvkeep_server.config.parts import (
     pin_limits,
     pool_settings,
     session_limits,
+    watch_limits,
 )
 from kvkeep_server.core.clock import Clock, Deadline
 from kvkeep_server.core.errors import FailedPreconditionError
@@ -59,14 +58,15 @@ from kvkeep_server.service.sessions import Session, Sessions
 from kvkeep_server.tiering.commits import Commits
 from kvkeep_server.tiering.epochs import Epochs
 from kvkeep_server.tiering.leases import Leases
-from kvkeep_server.tiering.manager import TierManager
-from kvkeep_server.tiering.nvme_side import LocalTiers, NvmeMeans, NvmeSide
+from kvkeep_server.tiering.manager import TierManager, Wishes
+from kvkeep_server.tiering.nvme_side import LocalTiers, NvmeMeans, NvmeSide, nvme_at_work
 from kvkeep_server.tiering.rebuild import TableSettings
 from kvkeep_server.tiering.removal import Removal
 from kvkeep_server.tiering.residency import Residency
 from kvkeep_server.tiering.retention_pins import RetentionPins
 from kvkeep_server.tiering.room import RoomMaker
 from kvkeep_server.tiering.transfers import Transfers
+from kvkeep_server.tiering.watching import ChangeLog
 from kvkeep_server.tiers.nvme.files import DiskFiles, Files
 from kvkeep_server.tiers.ram.pool import Chunk, Pool
 from kvkeep_server.tiers.ram.tier import RamTier
@@ -138,9 +138,6 @@ def build_core(
         settings=TableSettings(server_epoch, settings.index.rows_initial, settings.index.load_max),
     )
     leases = Leases(residency=residency, clock=clock, source=source, limits=lease_limits(settings))
-    limits = pin_limits(settings)
-    pins = RetentionPins(residency=residency, clock=clock, source=source, limits=limits)
-    residency.retainer = pins
     memory = SessionMemory(
         touch_records=settings.sessions.touch_records,
         offers=partial(_offers, residency, pool),
@@ -160,13 +157,14 @@ def build_core(
     room = RoomMaker(ram=ram, residency=residency, publish_table=wiring.on_table)
     facts = nvme_facts(settings, server_epoch, NvmeMeans(files(), clock, source))
     nvme = NvmeSide(facts, residency, ram, room, numbers, epochs) if facts else None
+    wishes = _wishes(settings, residency, clock, source, nvme)
     service = BlockService(
         limits=ServiceLimits(settings.limits.keys_max, settings.limits.commits_running_max),
         namespaces=Namespaces(
             limits=namespace_limits(settings, ram.block_nbytes_max), numbers=numbers, epochs=epochs
         ),
         sessions=sessions,
-        manager=_manager(residency, leases, room, pins, nvme),
+        manager=_manager(residency, leases, room, wishes, nvme),
         commits=_commits(settings, residency, room, transfers, nvme),
         clock=clock,
     )
@@ -274,7 +272,7 @@ class Daemon:
             )
             try:
                 await core.ram.grow()
-                async with _nvme_at_work(core.nvme, stopping, self._draining.left_s):
+                async with nvme_at_work(core.nvme, stopping, self._draining.left_s):
                     await self._serve(core, directory, stopping)
             finally:
                 core.close()
@@ -393,50 +391,40 @@ def _commits(
     )
 
 
+def _wishes(
+    settings: Settings,
+    residency: Residency,
+    clock: Clock,
+    source: random.Random,
+    nvme: NvmeSide | None,
+) -> Wishes:
+    limits = pin_limits(settings)
+    pins = RetentionPins(residency=residency, clock=clock, source=source, limits=limits)
+    residency.retainer = pins
+    changes = ChangeLog(
+        residency=residency,
+        clock=clock,
+        # Those of two daemons must not meet.
+        first=(source.getrandbits(31) | 1) << 32,
+        limits=watch_limits(settings),
+    )
+    return Wishes(pins, changes, nvme.prefetching if nvme else None)
+
+
 def _manager(
     residency: Residency,
     leases: Leases,
     room: RoomMaker,
-    pins: RetentionPins,
+    wishes: Wishes,
     nvme: NvmeSide | None,
 ) -> TierManager:
     return TierManager(
         residency=residency,
         leases=leases,
         removal=nvme.removal if nvme else Removal(residency=residency, room=room),
-        pins=pins,
+        wishes=wishes,
         promotion=nvme.promotion if nvme else None,
-        prefetching=nvme.prefetching if nvme else None,
     )
-
-
-@contextlib.asynccontextmanager
-async def _nvme_at_work(
-    nvme: NvmeSide | None, stopping: Stopping, drain_left_s: Callable[[], float]
-) -> AsyncIterator[None]:
-    """Begins to serve at once and recovers behind; at the end writes what is in ram only, as far as
-    the time goes that is left then, or until a second signal.
-
-    Raises:
-        FailedPreconditionError: A directory is another daemon's, or not to be used.
-    """
-    if nvme is None:
-        yield
-        return
-    try:
-        await nvme.start()
-    except OSError as error:
-        msg = f"nvme.directories: {error}; make it readable and writable, or name another"
-        raise FailedPreconditionError(msg) from error
-    work = asyncio.create_task(nvme.run())
-    work.add_done_callback(_stop_when_broken)
-    try:
-        yield
-        await stopping.last(nvme.drain(), drain_left_s())
-    finally:
-        work.cancel()
-        await asyncio.gather(work, return_exceptions=True)
-        await nvme.close()
 
 
 async def _all(*works: Coroutine[Any, Any, None]) -> None:
@@ -455,13 +443,6 @@ async def _tell_health(server: Server, nvme: NvmeSide | None) -> None:
             told = well
             await server.say_nvme(well=well)
         await asyncio.sleep(_HEALTH_PERIOD_S)
-
-
-def _stop_when_broken(work: asyncio.Task[None]) -> None:
-    """It ends by a broken invariant only: then it is better not to serve at all."""
-    if not work.cancelled():
-        _log.critical("nvme: broken", exc_info=work.exception())
-        signal.raise_signal(signal.SIGTERM)
 
 
 def _unlink_sockets(directory: Path) -> None:

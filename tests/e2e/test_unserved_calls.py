@@ -23,6 +23,7 @@ SERVED = {
         "Prefetch",
         "Pin",
         "Unpin",
+        "Watch",
     },
     "Admin": {"Stats", "ListNamespaces", "SetNamespaceMode", "Check"},
 }

@@ -1503,15 +1503,19 @@ class WatchResponse(google.protobuf.message.Message):
     KEYS_FIELD_NUMBER: builtins.int
     PARENT_KEY_FIELD_NUMBER: builtins.int
     DIGEST_FIELD_NUMBER: builtins.int
+    RANK_FIELD_NUMBER: builtins.int
     sequence: builtins.int
     kind: Global___WatchResponse.Kind.ValueType
     tier: Global___TierId.ValueType
     set_id: builtins.bytes
     group: builtins.int
     keys: builtins.bytes
+    """packed, at most 4096"""
     parent_key: builtins.bytes
+    """STORED: of the block before the first of them; empty = it has none"""
     digest: builtins.int
     """RESYNC_DIGEST: order-free sum over the resident keys"""
+    rank: builtins.int
     def __init__(
         self,
         *,
@@ -1523,7 +1527,8 @@ class WatchResponse(google.protobuf.message.Message):
         keys: builtins.bytes = ...,
         parent_key: builtins.bytes = ...,
         digest: builtins.int = ...,
+        rank: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["digest", b"digest", "group", b"group", "keys", b"keys", "kind", b"kind", "parent_key", b"parent_key", "sequence", b"sequence", "set_id", b"set_id", "tier", b"tier"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["digest", b"digest", "group", b"group", "keys", b"keys", "kind", b"kind", "parent_key", b"parent_key", "rank", b"rank", "sequence", b"sequence", "set_id", b"set_id", "tier", b"tier"]) -> None: ...
 
 Global___WatchResponse: typing_extensions.TypeAlias = WatchResponse

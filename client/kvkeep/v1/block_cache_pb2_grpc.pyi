@@ -567,8 +567,15 @@ class BlockCacheStub(typing.Generic[_BlockCacheOpenNamespaceType, _BlockCacheAtt
     """
 
     Watch: _BlockCacheWatchType
-    """Stored and removed blocks per tier, with a sequence number and a resync digest, for routers.
-    Errors: OUT_OF_RANGE (from_sequence is older than the buffer: resync), UNIMPLEMENTED in this release.
+    """What comes into each tier and leaves it, for routers: of namespace sets that this session has open (set_indexes; none =
+    all). With from_sequence 0 it begins with ALL_CLEARED (forget what you know of these sets), then STORED for all that is
+    there, mixed with what changes meanwhile, then RESYNC_DIGEST: the sum of xxh3-64 over the keys, modulo 2^64, of each set,
+    rank, group and tier, which comes again every 30 s in which something changed. Who reads more slowly than things change
+    and falls behind limits.watch_blocks is told all that again, from ALL_CLEARED on. A stream that broke after a RESYNC_DIGEST
+    goes on with from_sequence = the last one received: messages of one change share it, and hearing one twice does no harm.
+    Ends with the session. Who wants to know of epochs listens to its Attach stream.
+    Errors: NOT_FOUND (namespace set not open), OUT_OF_RANGE (from_sequence cannot be had any more, or is another daemon's:
+    begin with 0), RESOURCE_EXHAUSTED (limits.watchers_max).
     """
 
 BlockCacheAsyncStub: typing_extensions.TypeAlias = BlockCacheStub[
@@ -831,8 +838,15 @@ class BlockCacheServicer(metaclass=abc.ABCMeta):
         request: kvkeep.v1.block_cache_pb2.WatchRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[kvkeep.v1.block_cache_pb2.WatchResponse], collections.abc.AsyncIterator[kvkeep.v1.block_cache_pb2.WatchResponse]]:
-        """Stored and removed blocks per tier, with a sequence number and a resync digest, for routers.
-        Errors: OUT_OF_RANGE (from_sequence is older than the buffer: resync), UNIMPLEMENTED in this release.
+        """What comes into each tier and leaves it, for routers: of namespace sets that this session has open (set_indexes; none =
+        all). With from_sequence 0 it begins with ALL_CLEARED (forget what you know of these sets), then STORED for all that is
+        there, mixed with what changes meanwhile, then RESYNC_DIGEST: the sum of xxh3-64 over the keys, modulo 2^64, of each set,
+        rank, group and tier, which comes again every 30 s in which something changed. Who reads more slowly than things change
+        and falls behind limits.watch_blocks is told all that again, from ALL_CLEARED on. A stream that broke after a RESYNC_DIGEST
+        goes on with from_sequence = the last one received: messages of one change share it, and hearing one twice does no harm.
+        Ends with the session. Who wants to know of epochs listens to its Attach stream.
+        Errors: NOT_FOUND (namespace set not open), OUT_OF_RANGE (from_sequence cannot be had any more, or is another daemon's:
+        begin with 0), RESOURCE_EXHAUSTED (limits.watchers_max).
         """
 
 def add_BlockCacheServicer_to_server(servicer: BlockCacheServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -163,3 +163,11 @@ class LimitSettings:
         "Of them: of one client. On its call socket 256 run, and more wait there.",
     )
     copy_threads: int = setting("copy_threads", Whole(1, 64), 2, "Threads that copy and checksum.")
+    watchers_max: int = setting("watchers_max", Whole(1, 1024), 16, "Watch streams at a time.")
+    watch_blocks_max: int = setting(
+        "watch_blocks",
+        Whole(1, 1 << 24),
+        262_144,
+        "Changes, in blocks, that are kept for watchers, 100 bytes each while anyone watches. Who"
+        " is further behind is told all that there is once more.",
+    )

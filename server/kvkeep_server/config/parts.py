@@ -20,6 +20,7 @@ from kvkeep_server.tiering.leases import LeaseLimits
 from kvkeep_server.tiering.nvme_side import NvmeFacts, NvmeMeans
 from kvkeep_server.tiering.prefetching import PrefetchFacts
 from kvkeep_server.tiering.retention_pins import PinLimits
+from kvkeep_server.tiering.watching import WatchLimits
 from kvkeep_server.tiers.nvme.segments import DirectorySettings
 from kvkeep_server.tiers.nvme.tier import NvmeSettings
 from kvkeep_server.tiers.ram.pool import PoolSettings
@@ -58,6 +59,11 @@ def pin_limits(settings: Settings) -> PinLimits:
     """Of retention pins."""
     pins = settings.pins
     return PinLimits(pins.nbytes_max, pins.pins_max, pins.keep_max_s)
+
+
+def watch_limits(settings: Settings) -> WatchLimits:
+    """Of watchers."""
+    return WatchLimits(settings.limits.watchers_max, settings.limits.watch_blocks_max)
 
 
 def namespace_limits(settings: Settings, block_nbytes_max: int) -> NamespaceLimits:
@@ -160,6 +166,7 @@ def metric_facts(settings: Settings) -> Facts:
         "kvkeep_namespaces_limit": settings.limits.namespaces_max,
         "kvkeep_leases_limit": settings.leases.leases_max,
         "kvkeep_pins_limit": settings.pins.pins_max,
+        "kvkeep_watchers_limit": settings.limits.watchers_max,
         "kvkeep_pinned_limit_bytes": settings.pins.nbytes_max,
     }
     ram = settings.ram

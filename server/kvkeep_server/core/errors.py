@@ -7,6 +7,7 @@ KVKeepError
 ├── FailedPreconditionError    right input, wrong state (layout versions, ack level, mode)
 ├── UnsupportedError           a call that this release does not serve
 ├── TierUnavailableError       a tier is sick; the manager reads elsewhere
+├── OutOfRangeError            a sequence that is not in a buffer any more
 └── ResourceExhaustedError     a limit; carries when to try again
     └── PoolExhaustedError     no room in the ram tier
 """
@@ -56,6 +57,10 @@ class UnsupportedError(KVKeepError):
 
 class TierUnavailableError(KVKeepError):
     """A tier cannot answer now."""
+
+
+class OutOfRangeError(KVKeepError):
+    """A sequence that cannot be had any more."""
 
 
 class ResourceExhaustedError(KVKeepError):

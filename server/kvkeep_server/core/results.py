@@ -115,6 +115,16 @@ class StateMode(IntEnum):
     EXACT = 2
 
 
+class ChangeKind(IntEnum):
+    """What a watcher is told."""
+
+    UNSPECIFIED = 0
+    STORED = 1
+    REMOVED = 2
+    ALL_CLEARED = 3
+    RESYNC_DIGEST = 4
+
+
 class NamespaceMode(IntEnum):
     """What a namespace set serves now."""
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from kvkeep_server.core.histogram import AGE_BOUNDS_S, DURATION_BOUNDS_S, HistogramValue
 from kvkeep_server.core.results import CommitStatus, MissReason, NamespaceMode, TierId
+from kvkeep_server.metrics.hint_values import Foreseen, Prefetched
 from kvkeep_server.metrics.rpc_names import RPC_CODES, RPC_METHODS
 from kvkeep_server.tiering.manager import ReadCall
 
@@ -71,23 +72,6 @@ class Promoted(StrEnum):
     CORRUPT = "corrupt"
     MISSED = "missed"
     REFUSED = "refused"
-
-
-class Prefetched(StrEnum):
-    """What became of hints; names as in `tiering.prefetching`."""
-
-    PLANNED = "planned"
-    BROUGHT = "brought"
-    FAILED = "failed"
-    EXPIRED = "expired"
-    REFUSED = "refused"
-
-
-class Foreseen(StrEnum):
-    """Whether what was prefetched was asked for; names as in `tiering.foresight`."""
-
-    USED = "used"
-    WASTED = "wasted"
 
 
 class LogEvent(StrEnum):
@@ -443,6 +427,14 @@ _CLIENTS = (
     Metric("kvkeep_pinned_limit_bytes", _GAUGE, "`pins.max`."),
     Metric("kvkeep_pins_refused_total", _COUNTER, "Pins that would have passed a limit."),
     Metric("kvkeep_pins_expired_total", _COUNTER, "Pins that ended by time, not by Unpin."),
+    Metric("kvkeep_watchers", _GAUGE, "Watch streams."),
+    Metric("kvkeep_watchers_limit", _GAUGE, "`limits.watchers_max`."),
+    Metric(
+        "kvkeep_watch_gaps_total",
+        _COUNTER,
+        "Times that a watcher read too slowly and was told everything again: raise"
+        " `limits.watch_blocks`.",
+    ),
     Metric(
         "kvkeep_touch_records_lost_total",
         _COUNTER,

@@ -7,12 +7,12 @@ from kvkeep_server.core.results import MissReason, TierId
 from kvkeep_server.metrics.catalog import (
     Demoted,
     LogEvent,
-    Prefetched,
     Promoted,
     Reading,
     SegmentKind,
     value_of,
 )
+from kvkeep_server.metrics.hint_values import Prefetched
 from kvkeep_server.tiering.held import Held
 from kvkeep_server.tiering.nvme_side import NvmeSide
 from kvkeep_server.tiers.nvme.directory import Counts

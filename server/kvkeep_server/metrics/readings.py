@@ -10,7 +10,8 @@ from typing import Protocol
 
 from kvkeep_server.core.histogram import Histogram
 from kvkeep_server.core.results import CommitStatus, MissReason, TierId
-from kvkeep_server.metrics.catalog import Foreseen, PoolState, Reading, RowState, value_of
+from kvkeep_server.metrics.catalog import PoolState, Reading, RowState, value_of
+from kvkeep_server.metrics.hint_values import Foreseen
 from kvkeep_server.metrics.nvme_readings import nvme_readings
 from kvkeep_server.service.block_service import BlockService
 from kvkeep_server.tiering.nvme_side import LocalTiers
@@ -201,6 +202,9 @@ class Readings:
         yield Reading("kvkeep_leased_bytes", (), leases.leased_nbytes)
         yield Reading("kvkeep_leases_expired_total", (), leases.expired_total)
         yield from self._pins()
+        changes = service.manager.changes
+        yield Reading("kvkeep_watchers", (), changes.watchers)
+        yield Reading("kvkeep_watch_gaps_total", (), changes.gaps_total)
         yield Reading("kvkeep_touch_records_lost_total", (), service.touches.lost)
         yield Reading("kvkeep_touch_records_invalid_total", (), service.touches.invalid)
         yield Reading("kvkeep_handovers_refused_total", (), handover.refused_total)

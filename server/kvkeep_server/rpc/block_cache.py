@@ -2,6 +2,7 @@
 """The BlockCache service on gRPC: finds the session of the token; the rest is `BlockCalls`."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 
 from kvkeep.v1 import block_cache_pb2 as pb
@@ -105,6 +106,15 @@ class BlockCacheServicer(pb_grpc.BlockCacheServicer):
     async def Unpin(self, request: pb.UnpinRequest, context: Context) -> pb.UnpinResponse:
         return self._calls.unpin(self._session(context), request)
 
+    @streamed
+    async def Watch(
+        self, request: pb.WatchRequest, context: Context
+    ) -> AsyncIterator[pb.WatchResponse]:
+        session = self._session(context)
+        changes = self._service.watch(session, request.set_indexes, request.from_sequence)
+        async with contextlib.aclosing(changes):
+            async for change in changes:
+                yield convert.change_message(change)
+
     Read = not_served("Read: bytes for clients on other hosts")
     Write = not_served("Write: bytes from clients on other hosts")
-    Watch = not_served("Watch: events for routers")

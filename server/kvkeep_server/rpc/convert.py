@@ -15,6 +15,7 @@ from kvkeep_server.core.errors import (
     InvalidArgumentError,
     KVKeepError,
     NotFoundError,
+    OutOfRangeError,
     ResourceExhaustedError,
     SessionUnknownError,
     TierUnavailableError,
@@ -42,6 +43,7 @@ from kvkeep_server.tiering.chain import Needed
 from kvkeep_server.tiering.manager import Arrived, Grant, Prefix
 from kvkeep_server.tiering.removal import Removed
 from kvkeep_server.tiering.residency import Residency
+from kvkeep_server.tiering.watching import Change
 
 RETRY_AFTER_KEY = "kvkeep-retry-after-ms"
 
@@ -52,6 +54,7 @@ _CODES: tuple[tuple[type[KVKeepError], grpc.StatusCode], ...] = (
     (FailedPreconditionError, grpc.StatusCode.FAILED_PRECONDITION),
     (UnsupportedError, grpc.StatusCode.UNIMPLEMENTED),
     (TierUnavailableError, grpc.StatusCode.UNAVAILABLE),
+    (OutOfRangeError, grpc.StatusCode.OUT_OF_RANGE),
     (ResourceExhaustedError, grpc.StatusCode.RESOURCE_EXHAUSTED),
 )
 
@@ -380,6 +383,21 @@ def event_message(event: Event) -> pb.AttachEvent:
     for name, value in event.values.items():
         setattr(inner, name, value)
     return message
+
+
+def change_message(change: Change) -> pb.WatchResponse:
+    """One answer of Watch."""
+    return pb.WatchResponse(
+        sequence=change.sequence,
+        kind=pb.WatchResponse.Kind.ValueType(change.kind),
+        tier=pb.TierId.ValueType(change.tier),
+        set_id=change.set_id,
+        rank=change.rank,
+        group=change.group,
+        keys=change.keys,
+        parent_key=change.parent_key,
+        digest=change.digest,
+    )
 
 
 def miss_counts(missed_by: Mapping[MissReason, int]) -> list[admin.MissCount]:

@@ -3,7 +3,7 @@ operators."""
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -43,6 +43,7 @@ from kvkeep_server.tiering.manager import (
 from kvkeep_server.tiering.prefetching import PrefetchOrder
 from kvkeep_server.tiering.removal import Removed
 from kvkeep_server.tiering.retention_pins import Pinned
+from kvkeep_server.tiering.watching import Change
 
 I64 = NDArray[np.int64]
 U8 = NDArray[np.uint8]
@@ -253,6 +254,31 @@ class BlockService:
         life_s, may_join = leases.life_s(ttl_s), self._set_ids(session).__contains__
         renewed = leases.renew(session.session_id, lease_ids, life_s, may_join)
         return renewed, life_s
+
+    async def watch(
+        self, session: Session, set_indexes: Sequence[int], from_sequence: int
+    ) -> AsyncGenerator[Change, None]:
+        """What is stored and removed in namespace sets that the session has open, none = all of
+        them, until it is over; see `ChangeLog.watch`."""
+        handles = set_indexes if len(set_indexes) else sorted(session.opened)
+        self._bounded("set_indexes", len(handles))
+        opened = [self._opened(session, handle) for handle in handles]
+        spaces = {
+            space.index: (one.namespace_set.set_id, space)
+            for one in opened
+            for space in one.spaces.everywhere
+        }
+        watcher = self.manager.changes.watch(spaces, from_sequence)
+        # Numbers of keyspaces must stay theirs.
+        for one in opened:
+            one.namespace_set.watchers += 1
+        try:
+            async for change in watcher.changes(lambda: session.over or self._finishing):
+                yield change
+        finally:
+            watcher.close()
+            for one in opened:
+                one.namespace_set.watchers -= 1
 
     def prefetch(self, session: Session, set_index: int, keys: bytes, order: PrefetchOrder) -> int:
         """Takes up that these keys will be asked for; how many are to be brought into ram."""

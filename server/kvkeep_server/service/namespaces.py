@@ -47,6 +47,7 @@ class NamespaceSet:
         siblings: By boundary id, in the order of opening: where the blocks of one unit may lie.
         family_id: 16 bytes that it shares with its other epochs.
         working: Calls that run and hold its keyspaces, also when their session is over.
+        watchers: Calls that hold them as well, and bring nothing.
     """
 
     spec: NamespaceSpec
@@ -54,6 +55,7 @@ class NamespaceSet:
     keyspaces: dict[tuple[int, int], Keyspace] = field(default_factory=dict)
     siblings: dict[bytes, list[Keyspace]] = field(default_factory=dict)
     working: int = 0
+    watchers: int = 0
     identity: dict[str, object] = field(init=False)
     family_id: bytes = field(init=False)
 
@@ -61,6 +63,11 @@ class NamespaceSet:
         """What others are compared with."""
         self.identity = _identity(self.spec)
         self.family_id = family_id_of(self.spec)
+
+    @property
+    def held(self) -> bool:
+        """Whether a call uses its keyspaces."""
+        return self.working + self.watchers > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +203,7 @@ class Namespaces:
         used: set[int] = set()
         idle = []
         for handle, opened in self._opened.items():
-            if handle in live or opened.namespace_set.working:
+            if handle in live or opened.namespace_set.held:
                 used.update(space.index for space in opened.spaces.everywhere)
             else:
                 idle.append((handle, opened))
@@ -216,7 +223,7 @@ class Namespaces:
 
     def _forget_keyspaces(self, namespace_set: NamespaceSet, kept: set[int]) -> int:
         """Of a set those that are not to be kept; the set, if none is left. How many."""
-        if namespace_set.working:
+        if namespace_set.held:
             return 0
         gone = [space for space in namespace_set.keyspaces.values() if space.index not in kept]
         for space in gone:

@@ -4,6 +4,7 @@ rows that clients see."""
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,18 @@ from kvkeep_server.tiering.sealed import PARENT_BEFORE, Marks, Sealed
 
 I64 = NDArray[np.int64]
 U64 = NDArray[np.uint64]
+
+
+class Onlooker(Protocol):
+    """Hears what comes into tiers and leaves them. Must not raise, nor change anything."""
+
+    def came(self, tier: TierId, blocks: I64) -> None:
+        """These blocks, in the index, are in the tier from now on."""
+        ...
+
+    def went(self, tier: TierId, blocks: I64) -> None:
+        """These, whose ids are theirs still, are not any more."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +73,7 @@ class Arrivals(BlockFinder):
     Attributes:
         held: Blocks and bytes of each tier.
         foresight: What became of units that were prefetched.
+        onlooker: Who hears of it; None = nobody.
     """
 
     def __init__(
@@ -71,6 +85,7 @@ class Arrivals(BlockFinder):
         )
         self._policy = policy
         self.foresight = Foresight()
+        self.onlooker: Onlooker | None = None
         self.held = {TierId.RAM: Held(), TierId.NVME: Held()}
 
     def now_s(self) -> float:
@@ -109,8 +124,20 @@ class Arrivals(BlockFinder):
                 columns.join(own, entry.units)
             columns.parent[entry.new] = entry.parents
             columns.add_children(entry.parents[entry.parents >= 0])
-        self.held[TierId.RAM].add(len(ids), self.nbytes_of(ids))
+        self.came(TierId.RAM, ids)
         return of_batch
+
+    def came(self, tier: TierId, blocks: I64) -> None:
+        """Counts blocks that are in a tier from now on."""
+        self.held[tier].add(len(blocks), self.nbytes_of(blocks))
+        if self.onlooker is not None:
+            self.onlooker.came(tier, blocks)
+
+    def went(self, tier: TierId, blocks: I64) -> None:
+        """Counts blocks that are not in a tier any more."""
+        self.held[tier].add(-len(blocks), -self.nbytes_of(blocks))
+        if self.onlooker is not None:
+            self.onlooker.went(tier, blocks)
 
     def _enter(
         self,

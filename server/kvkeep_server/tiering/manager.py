@@ -25,6 +25,7 @@ from kvkeep_server.tiering.promotion import Flights, Promotion
 from kvkeep_server.tiering.removal import Removal
 from kvkeep_server.tiering.residency import Residency
 from kvkeep_server.tiering.retention_pins import RetentionPins
+from kvkeep_server.tiering.watching import ChangeLog
 
 I64 = NDArray[np.int64]
 Mask = NDArray[np.bool_]
@@ -238,6 +239,21 @@ def _columns(needed: Sequence[Needed], keys: range, groups: Collection[int]) -> 
     return [one.cut(keys.start, keys.stop) for one in wanted]
 
 
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What clients may wish beside reads.
+
+    Attributes:
+        pins: That chains are kept.
+        changes: To hear what comes and goes.
+        prefetching: That chains are brought into ram ahead of reads; None = there is only ram.
+    """
+
+    pins: RetentionPins
+    changes: ChangeLog
+    prefetching: Prefetching | None
+
+
 class TierManager:
     """Look-ups and leased reads over all tiers. Event loop only.
 
@@ -245,9 +261,8 @@ class TierManager:
         residency: Where blocks are.
         leases: Who may read.
         removal: Takes out by name.
-        pins: What clients want kept.
+        wishes: Beside reads.
         promotion: Brings blocks into ram; None = all that there is is there.
-        prefetching: Does so ahead of reads; None as well.
     """
 
     def __init__(
@@ -256,13 +271,13 @@ class TierManager:
         residency: Residency,
         leases: Leases,
         removal: Removal,
-        pins: RetentionPins,
+        wishes: Wishes,
         promotion: Promotion | None = None,
-        prefetching: Prefetching | None = None,
     ) -> None:
         """See the class."""
-        self.prefetching = prefetching
-        self.pins = pins
+        self.pins = wishes.pins
+        self.prefetching = wishes.prefetching
+        self.changes = wishes.changes
         self.promotion = promotion
         self.residency = residency
         self.leases = leases

@@ -1,15 +1,19 @@
 """All that a daemon with an nvme tier has beside one without: wired, started, drained."""
 
 import asyncio
+import contextlib
 import logging
 import random
+import signal
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 
 from kvkeep_server.core.clock import Clock
-from kvkeep_server.core.errors import KVKeepError
+from kvkeep_server.core.errors import FailedPreconditionError, KVKeepError
+from kvkeep_server.core.stopping import Stopping
 from kvkeep_server.policies.reinsertion.used import UsedReinsertion
 from kvkeep_server.tiering.demotion import Demotion, DemotionLimits
 from kvkeep_server.tiering.epochs import Epochs
@@ -222,3 +226,39 @@ class LocalTiers:
 
     ram: RamTier
     nvme: NvmeSide | None
+
+
+@contextlib.asynccontextmanager
+async def nvme_at_work(
+    nvme: NvmeSide | None, stopping: Stopping, drain_left_s: Callable[[], float]
+) -> AsyncIterator[None]:
+    """Begins to serve at once and recovers behind; at the end writes what is in ram only, as far as
+    the time goes that is left then, or until a second signal.
+
+    Raises:
+        FailedPreconditionError: A directory is another daemon's, or not to be used.
+    """
+    if nvme is None:
+        yield
+        return
+    try:
+        await nvme.start()
+    except OSError as error:
+        msg = f"nvme.directories: {error}; make it readable and writable, or name another"
+        raise FailedPreconditionError(msg) from error
+    work = asyncio.create_task(nvme.run())
+    work.add_done_callback(_stop_when_broken)
+    try:
+        yield
+        await stopping.last(nvme.drain(), drain_left_s())
+    finally:
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+        await nvme.close()
+
+
+def _stop_when_broken(work: asyncio.Task[None]) -> None:
+    """It ends by a broken invariant only: then it is better not to serve at all."""
+    if not work.cancelled():
+        _log.critical("nvme: broken", exc_info=work.exception())
+        signal.raise_signal(signal.SIGTERM)

@@ -110,6 +110,8 @@ class Prefetching:
         self._clock = clock
         self.facts = facts
         self._queue: deque[_Waiting] = deque()
+        # Units in the queue: who hints again and again adds nothing.
+        self._named: set[int] = set()
         self._news = asyncio.Event()
         self.queued_nbytes = 0
         self.counts = PrefetchCounts()
@@ -125,8 +127,11 @@ class Prefetching:
         if order.byte_budget:
             fits = int(np.searchsorted(np.cumsum(sizes), order.byte_budget, "right"))
             units, sizes = units[:fits], sizes[:fits]
+        planned = len(units)
+        new = np.fromiter((unit not in self._named for unit in units.tolist()), bool, planned)
+        units, sizes = units[new], sizes[new]
         if not len(units):
-            return 0
+            return planned
         nbytes = int(sizes.sum())
         if self._is_full(nbytes):
             self._drop_late()
@@ -137,10 +142,11 @@ class Prefetching:
         until_s = self._clock.monotonic_s() + deadline_s
         checksums = self._residency.columns.checksum[units]
         self._queue.append(_Waiting(units, checksums, sizes, until_s, order.hints))
+        self._named.update(units.tolist())
         self.queued_nbytes += nbytes
         self.counts.planned += len(units)
         self._news.set()
-        return len(units)
+        return planned
 
     def _wanted(self, spaces: KeyspaceSet, keys: KeyBatch, hints: Hints) -> I64:
         columns = self._residency.columns
@@ -172,6 +178,7 @@ class Prefetching:
             if now_s >= waiting.until_s:
                 self._queue.remove(waiting)
                 self.queued_nbytes -= int(waiting.sizes.sum())
+                self._named.difference_update(waiting.units.tolist())
                 self.counts.expired += len(waiting.units)
 
     async def run(self) -> None:
@@ -190,6 +197,7 @@ class Prefetching:
         count = len(waiting.units) if late else self._fitting(waiting.sizes)
         units, checksums = waiting.units[:count], waiting.checksums[:count]
         self.queued_nbytes -= int(waiting.sizes[:count].sum())
+        self._named.difference_update(units.tolist())
         waiting.units, waiting.checksums = waiting.units[count:], waiting.checksums[count:]
         waiting.sizes = waiting.sizes[count:]
         if not len(waiting.units):

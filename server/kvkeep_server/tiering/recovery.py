@@ -224,7 +224,7 @@ class Recovery:
             self._link_shards(ids, ids_of_units[unit], first, joins)
         columns.parent[ids[begins]] = parent
         columns.add_children(parent[parent >= 0])
-        self._residency.held[TierId.NVME].add(len(ids), self._residency.nbytes_of(ids))
+        self._residency.came(TierId.NVME, ids)
         self.counts.blocks += len(ids)
         self._catch_up(ids, orphans)
 

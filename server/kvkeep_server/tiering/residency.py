@@ -192,9 +192,8 @@ class Residency(Arrivals):
         return len(blocks)
 
     def _count_out(self, tier: TierId, blocks: I64, reason: MissReason) -> None:
-        held = self.held[tier]
-        held.add(-len(blocks), -self.nbytes_of(blocks))
-        held.left[reason] += len(blocks)
+        self.went(tier, blocks)
+        self.held[tier].left[reason] += len(blocks)
 
     def _free(self, blocks: I64, addresses: U64) -> None:
         """Slots and ids of blocks that are in the index no more."""
@@ -206,7 +205,7 @@ class Residency(Arrivals):
     def record(self, blocks: I64, locations: U64, stamps: U64) -> None:
         """Records of these blocks, which had none, or have others from now on, lie on nvme."""
         new = blocks[self.columns.nvme[blocks] == 0]
-        self.held[TierId.NVME].add(len(new), self.nbytes_of(new))
+        self.came(TierId.NVME, new)
         self.columns.set_record(blocks, locations, stamps)
         self.columns.reused[self.columns.unit_of(blocks)] = False
         self._move(blocks, self.columns.address_of(blocks))
@@ -230,7 +229,7 @@ class Residency(Arrivals):
         """Blocks of whole units, in chain order within a keyspace, lie in ram as well."""
         columns = self.columns
         self._move(blocks, slots.addresses)
-        self.held[TierId.RAM].add(len(blocks), self.nbytes_of(blocks))
+        self.came(TierId.RAM, blocks)
         units = self.units_of(blocks)
         units = units[~columns.in_ram[units]]
         self._enter_ram(units, columns.parent[units].astype(np.int64), hints)
@@ -265,7 +264,7 @@ class Residency(Arrivals):
         blocks, addresses = blocks[addresses != 0], addresses[addresses != 0]
         last_used_s = columns.last_used_s(columns.unit_of(blocks))
         self.evicted_ages.add(self._clock.monotonic_s() - last_used_s)
-        self.held[TierId.RAM].add(-len(blocks), -self.nbytes_of(blocks))
+        self.went(TierId.RAM, blocks)
         self._move(blocks, np.zeros(len(blocks), np.uint64))
         self._leave_policy(units)
         self._ram.free(addresses)

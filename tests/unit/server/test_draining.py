@@ -7,7 +7,7 @@ import pytest
 
 from kvkeep_server.core.clock import Deadline, SystemClock
 from kvkeep_server.core.stopping import Stopping
-from kvkeep_server.daemon import _nvme_at_work
+from kvkeep_server.tiering.nvme_side import nvme_at_work
 
 
 class Side:
@@ -34,7 +34,7 @@ class Side:
 
 def stopped(side, left_s):
     async def serve():
-        async with _nvme_at_work(side, Stopping(), lambda: left_s):
+        async with nvme_at_work(side, Stopping(), lambda: left_s):
             await asyncio.sleep(0)
 
     began_s = time.monotonic()

@@ -29,6 +29,7 @@ LIMITS = (
     "leases_limit",
     "pins_limit",
     "pinned_limit_bytes",
+    "watchers_limit",
 )
 FACTS = Facts(
     ("0.1.0", "3.11"),

@@ -17,6 +17,7 @@ PAIRS = [
     (results.RemovalStatus, block_cache_pb2.RemovalStatus, "REMOVAL_STATUS_"),
     (results.GroupKind, block_cache_pb2.GroupKind, "GROUP_KIND_"),
     (results.StateMode, block_cache_pb2.StateMode, "STATE_MODE_"),
+    (results.ChangeKind, block_cache_pb2.WatchResponse.Kind, "KIND_"),
     (results.NamespaceMode, block_cache_pb2.NamespaceMode, "NAMESPACE_MODE_"),
 ]
 

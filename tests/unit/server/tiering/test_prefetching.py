@@ -123,14 +123,22 @@ def test_what_nobody_has_is_not_planned(core, session, opened):
 def test_the_queue_is_bounded_and_late_hints_give_way(tmp_path):
     with harness(tmp_path, 'prefetch_max = "100KiB"\n') as core:
         session = core.session(4 * MIB)
+        second = keys_of("second", 20)
+        core.put(session, core.open(session), second)
         opened = with_chain_on_nvme(core, session)
         # Nothing runs between these, so all of them wait.
         assert hint(core, session, opened) == 20
-        assert hint(core, session, opened) == 0
+        # Who hints again adds nothing.
+        assert hint(core, session, opened) == 20
+        assert worker(core).queued_nbytes == 20 * 4096
+        assert hint(core, session, opened, second) == 0
         assert worker(core).counts.refused == 20
         core.clock.advance(11)
-        assert hint(core, session, opened) == 20
+        assert hint(core, session, opened, second) == 20
         assert worker(core).counts.expired == 20
+        assert hint(core, session, opened) == 0
+        settled(core)
+        assert hint(core, session, opened) == 20
         settled(core)
         assert worker(core).queued_nbytes == 0
         assert in_ram(core, opened) == 20
@@ -138,7 +146,8 @@ def test_the_queue_is_bounded_and_late_hints_give_way(tmp_path):
 
 def test_hints_are_few(core, session, opened, monkeypatch):
     monkeypatch.setattr(prefetching, "HINTS_MAX", 3)
-    assert [hint(core, session, opened, CHAIN[:1]) for _ in range(5)] == [1, 1, 1, 0, 0]
+    hints = [hint(core, session, opened, CHAIN[: at + 1]) for at in range(5)]
+    assert hints == [1, 2, 3, 0, 0]
 
 
 def test_a_hint_that_is_late_brings_nothing(core, session, opened):
