@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from kvkeep.leases import Acquired
     from kvkeep.namespace import Namespace
     from kvkeep.store import Store
-    from kvkeep.tickets import AcquireTicket, CommitTicket, TicketState
+    from kvkeep.tickets import AcquireTicket, CommitTicket, Ticket, TicketState
 
 __all__ = [
     "AckLevel",
@@ -74,6 +74,7 @@ __all__ = [
     "StateMode",
     "StopReason",
     "Store",
+    "Ticket",
     "TicketState",
     "UnavailableError",
     "chain_hash",
@@ -87,6 +88,7 @@ _LOADED_ON_USE = {
     "CommitTicket": "kvkeep.tickets",
     "Namespace": "kvkeep.namespace",
     "Store": "kvkeep.store",
+    "Ticket": "kvkeep.tickets",
     "TicketState": "kvkeep.tickets",
     "connect": "kvkeep.client",
 }

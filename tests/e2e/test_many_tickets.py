@@ -1,5 +1,6 @@
 """Many submitted calls at once: each ends, none is lost, all bytes are right, nothing stays."""
 
+import os
 import random
 import select
 import time
@@ -182,3 +183,68 @@ def test_b031_cancelled_calls_keep_nothing(tmp_path):
 
         wait_until(nothing_is_held, 10.0, "no lease is left")
         daemon.check_log()
+
+
+def test_b062_a_daemon_that_goes_while_a_batch_is_stored(tmp_path):
+    chains = [chain_keys(("b062", number), BLOCKS) for number in range(64)]
+    ended = Counter()
+    with running_daemon(tmp_path) as daemon, kvkeep.connect(daemon.runtime_dir) as client:
+        namespace = client.open_namespace(SPEC)
+        epoch = client.server_epoch
+
+        def store_all():
+            waiting = {}
+            for keys in chains:
+                store = namespace.store(keys)
+                fill(store, keys)
+                waiting[store.submit_commit(LONG_S)] = keys
+                if len(waiting) == len(chains) // 2 and client.server_epoch == epoch:
+                    daemon.kill()
+                    break
+            return waiting
+
+        def done(ticket, _):
+            ended[type(ticket.error)] += 1
+
+        collect(client, store_all(), done)
+        assert set(ended) <= {type(None), kvkeep.SessionLostError}
+        assert ended[kvkeep.SessionLostError] > 0
+        daemon.start()
+        wait_until(
+            lambda: client.attached and client.server_epoch != epoch, 5.0, "it attaches again"
+        )
+        ended.clear()
+        collect(client, store_all(), done)
+        assert ended == {type(None): len(chains)}
+        assert all(namespace.lookup(keys).blocks == BLOCKS for keys in chains)
+
+
+def resident_nbytes(pid):
+    with open(f"/proc/{pid}/statm") as fields:
+        return int(fields.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.promise("P14", gate=20_000, nightly=1_000_000, unit="look-ups that miss")
+def test_b032_misses_leave_nothing_behind(tmp_path, promise_count):
+    with running_daemon(tmp_path) as daemon, kvkeep.connect(daemon.runtime_dir) as client:
+        namespace = client.open_namespace(SPEC)
+
+        def miss(first, count):
+            waiting = {}
+            for number in range(first, first + count):
+                keys = number.to_bytes(KEY_NBYTES, "big")
+                assert not namespace.lookup(keys).blocks
+                waiting[namespace.submit_acquire(keys, timeout_s=LONG_S)] = keys
+                if len(waiting) == 64:
+                    collect(client, waiting, missed)
+            collect(client, waiting, missed)
+
+        def missed(ticket, _):
+            assert ticket.state is TicketState.NOTHING, ticket.error
+
+        miss(0, 2_000)
+        before = [resident_nbytes(pid) for pid in (os.getpid(), daemon.pid)]
+        miss(2_000, promise_count)
+        after = [resident_nbytes(pid) for pid in (os.getpid(), daemon.pid)]
+        for was, now in zip(before, after, strict=True):
+            assert now - was < 10 << 20
