@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from kvkeep.leases import Acquired
     from kvkeep.namespace import Namespace
     from kvkeep.store import Store
-    from kvkeep.tickets import AcquireTicket, CommitTicket, TicketState
+    from kvkeep.tickets import AcquireTicket, CommitTicket, Ticket, TicketState
     from kvkeep.watching import Watch
 
 __all__ = [
@@ -80,6 +80,7 @@ __all__ = [
     "StateMode",
     "StopReason",
     "Store",
+    "Ticket",
     "TicketState",
     "Tier",
     "UnavailableError",
@@ -95,6 +96,7 @@ _LOADED_ON_USE = {
     "CommitTicket": "kvkeep.tickets",
     "Namespace": "kvkeep.namespace",
     "Store": "kvkeep.store",
+    "Ticket": "kvkeep.tickets",
     "TicketState": "kvkeep.tickets",
     "Watch": "kvkeep.watching",
     "connect": "kvkeep.client",

@@ -150,11 +150,12 @@ class CallSocket:
     """
 
     def __init__(self, fd: int, *, on_change: Callable[[], None] = lambda: None) -> None:
-        """Takes `fd` over. `on_change`: `breaker` or `unattended` is to be looked at."""
+        """Takes `fd` over. `on_change`: `breaker`, `unattended` or `unsent` has news."""
         self._socket = socket.socket(fileno=fd)
         self._fd = fd
         self._ids = itertools.count()
         self._waiting: dict[int, PendingCall] = {}
+        self._sleepers: dict[int, PendingCall] = {}
         self._outbox: deque[PendingCall] = deque()
         self.unattended: set[int] = set()
         self.breaker = Breaker(send_probe=self._send_probe, on_change=on_change)
@@ -167,6 +168,7 @@ class CallSocket:
         # Bytes are on their way into or out of the stream.
         self._putting = False
         self._torn = False
+        self._congested = False
         self._buffer = ctypes.create_string_buffer(_READ_NBYTES)
         self._view = memoryview(self._buffer).cast("B")
         self._unread = bytearray()
@@ -237,6 +239,7 @@ class CallSocket:
                         self._reading = mine = True
                     elif pending.wake is None:
                         pending.wake = threading.Lock()
+                        self._sleepers[pending.call_id] = pending
                 if mine:
                     self._read_until(pending)
                 else:
@@ -244,6 +247,7 @@ class CallSocket:
         finally:
             if mine:
                 self._reading = False
+            self._sleepers.pop(pending.call_id, None)
             self.leave(pending)
             self._pass_on()
         return pending.reply
@@ -309,8 +313,16 @@ class CallSocket:
                     self._putting = self._sending = False
         if self._lost:
             self._outbox.clear()
-        elif self._outbox and self._reading:
-            self._nudge.ring()  # who sleeps on the socket waits for room as well, from now on
+        elif self._outbox:
+            self._say_unsent()
+
+    def _say_unsent(self) -> None:
+        """Who sleeps on the socket is to wait for room as well; the keeper, if nobody does."""
+        if self._reading:
+            self._nudge.ring()
+        elif not self._congested:
+            self._congested = True
+            self._on_change()
 
     def _send_turn(self) -> bool:
         """Whether everything went out."""
@@ -331,6 +343,7 @@ class CallSocket:
             self._putting = False
             if sent < 0:
                 return False
+        self._congested = False
         return True
 
     def _poll(self, timeout_s: float) -> None:
@@ -361,7 +374,7 @@ class CallSocket:
         with self._lock:
             if self._reading:
                 return
-            for other in list(self._waiting.values()):
+            for other in list(self._sleepers.values()):
                 if other.wake is not None and other.reply is None:
                     release(other.wake)
                     return

@@ -129,9 +129,9 @@ class Client:
     def health(self) -> Health:
         """Whether the daemon answers; without asking it."""
         session = self._keeper.current()
-        if session is None:
-            return Health.AWAY
-        return Health.SILENT if session.silent else Health.ANSWERS
+        if session is None or session.answers:
+            return Health.AWAY if session is None else Health.ANSWERS
+        return Health.SILENT if session.silent else Health.AWAY
 
     def poll(self, limit: int | None = None) -> list[Ticket]:
         """Tickets of `submit_acquire` and `submit_commit` that have news, without waiting.

@@ -1,8 +1,8 @@
 """Keeps a client attached: a thread waits on the fd socket, and attaches again after its end.
 
-It also reads replies that nobody waits for and that matter all the same: those of the probes to a
-daemon that does not answer, and late ones. Otherwise it sleeps: in an engine a thread that wakes up
-takes the GIL from the engine's.
+It also sends what the daemon did not take at once, and reads replies that nobody waits for and that
+matter all the same: those of the probes to a daemon that does not answer, and late ones. Otherwise
+it sleeps: in an engine a thread that wakes up takes the GIL from the engine's.
 """
 
 from __future__ import annotations
@@ -149,17 +149,20 @@ class SessionKeeper:
             poll = select.poll()
             poll.register(session.fileno(), select.POLLIN)
             poll.register(self._bell.fileno(), select.POLLIN)
-            if calls.unattended and not calls.lost:
-                room = select.POLLOUT if calls.unsent else 0
-                poll.register(calls.fileno(), select.POLLIN | room)
+            wanted = select.POLLIN if calls.unattended else 0
+            wanted |= select.POLLOUT if calls.unsent else 0
+            if wanted and not calls.lost:
+                poll.register(calls.fileno(), wanted)
             ready = dict(poll.poll())
             self._bell.hush()
             if session.fileno() in ready:
                 if not session.receive():
                     return
                 self._on_memory()
-            if calls.fileno() in ready:
+            if ready.get(calls.fileno(), 0) & ~select.POLLOUT:
                 calls.take()
+            elif calls.fileno() in ready:
+                calls.flush()
             calls.breaker.go_on()
             self._work()
             if session.silent != silent:

@@ -49,6 +49,7 @@ _NO_HINTS = Hints()
 _LOOKED_UP = _NO_HINTS.touch_fields(blocks_read=False)
 # Of a call's time, that the daemon may spend waiting for a slow tier: its answer needs some too.
 _WAIT_SHARE = 0.8
+_OPENED_ANEW = "the namespace has another epoch, which is being opened"
 _READ = _NO_HINTS.touch_fields(blocks_read=True)
 
 _log = logging.getLogger("kvkeep")
@@ -271,6 +272,8 @@ class Namespace(Upkeep):
         try:
             if opened is None:
                 self._require()
+            elif opened.over:
+                raise UnavailableError(_OPENED_ANEW)
             ticket.submit(request, deadline_s)
         except KVKeepError as error:
             ticket.lapse(error)

@@ -175,7 +175,8 @@ class Session:
     @property
     def answers(self) -> bool:
         """Whether it makes sense to ask this session's daemon anything now."""
-        return self.alive and not self.silent
+        calls = self._calls
+        return self.alive and calls is not None and not (calls.lost or calls.breaker.open)
 
     def _on_event(self, event: AttachEvent) -> None:
         # Chunks and tables need nothing here: their descriptors come on the fd socket.

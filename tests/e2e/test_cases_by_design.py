@@ -26,6 +26,7 @@ AGAIN = "e2e/test_client_again.py"
 DEATH = "crash/test_client_death.py"
 DIRECTORY = "e2e/test_nvme_directory.py"
 TIERS = "unit/server/tiering/test_tier_cases.py"
+TICKETS = "e2e/test_many_tickets.py"
 RECLAIM = "unit/server/tiers/nvme/test_reclaim.py"
 
 CASES = {
@@ -49,6 +50,8 @@ CASES = {
     ),
     "B029": (DEATH, "test_free_bytes_are_the_same_after_many_deaths"),
     "B030": (TIERS, "test_a_lease_on_what_came_from_nvme_outlives_its_time"),
+    "B031": (TICKETS, "test_b031_cancelled_calls_keep_nothing"),
+    "B032": (TICKETS, "test_b032_misses_leave_nothing_behind"),
     "B033": (COMMITS, "test_replacing_the_same_keys_for_ever_costs_no_memory"),
     "B037": (COMMITS, "test_five_times_the_capacity_stays_within_bounds"),
     "B038": (COMMITS, "test_refused_for_room_then_stored_once"),
@@ -63,6 +66,7 @@ CASES = {
     "B055": (DIRECTORY, "test_three_times_the_limit_with_default_policies_evicts"),
     "B059": (DIRECTORY, "test_all_is_there_after_a_clean_restart"),
     "B061": (DIRECTORY, "test_other_sizes_after_a_restart"),
+    "B062": (TICKETS, "test_b062_a_daemon_that_goes_while_a_batch_is_stored"),
     "B064": (AGAIN, "test_the_pool_stays_when_clients_end"),
     "B066": (MEMORY, "test_a_pool_above_the_cgroup_is_refused_at_start"),
     "B067": ("unit/server/core/test_memfd.py", "test_no_room_is_an_error_and_leaves_nothing"),
@@ -77,6 +81,7 @@ CASES = {
     "B075": (MEMORY, "test_the_pool_takes_what_was_configured_whatever_the_block_size"),
     "B076": ("unit/server/core/test_memfd.py", "test_without_huge_pages_it_works_as_well"),
     "B077": (TIERS, "test_a_full_pool_and_full_staging_do_not_starve_reads_from_nvme"),
+    "B095": (TICKETS, "test_b095_read_on_another_connection_what_is_just_being_written"),
 }
 
 

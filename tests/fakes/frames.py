@@ -78,6 +78,13 @@ def received(sock: socket.socket, nbytes: int) -> bytes:
     return parts
 
 
+def opened() -> threading.Event:
+    """Cleared, it keeps `serve` from reading the call after the next."""
+    event = threading.Event()
+    event.set()
+    return event
+
+
 def serve(sock: socket.socket, servicer: Any, token: bytes) -> None:
     """Answers calls until the other end or this one is closed, each in a thread of its own."""
     lock = threading.Lock()
@@ -105,6 +112,7 @@ def serve(sock: socket.socket, servicer: Any, token: bytes) -> None:
 
     with suppress(EOFError, OSError):
         while True:
+            servicer.open_to_calls.wait(30)
             nbytes, method, _, _, call_id = HEADER.unpack(received(sock, HEADER.size))
             call = (method, call_id, received(sock, nbytes))
             threading.Thread(target=answer, args=call, daemon=True).start()

@@ -122,6 +122,7 @@ class FakeDaemon(pb_grpc.BlockCacheServicer):
         self.calls: list[str] = []
         self.failures: dict[str, deque[Failure]] = {}
         self.gates: dict[str, threading.Event] = {}
+        self.open_to_calls = frames.opened()
         self.refuse_hello = ""
         self.late = LateBlocks()
         self.welcome_kinds = set(session_pb2.FdKind.values())
@@ -151,7 +152,7 @@ class FakeDaemon(pb_grpc.BlockCacheServicer):
         except OSError:
             return
         self._listener.close()
-        for gate in self.gates.values():
+        for gate in (*self.gates.values(), self.open_to_calls):
             gate.set()
         for session in list(self.sessions.values()):
             self.end(session)

@@ -40,6 +40,9 @@ _UNSENT_NBYTES_MAX = 1 << 20
 _BUFFER_NBYTES = 1 << 20
 # Of one client. Who has more threads that wait, waits a little longer.
 _RUNNING_MAX = 256
+# Of one client, as many as its leases may be with blocks on their way; more is no use of them.
+_STREAMS_MAX = 8192
+_STREAM_RETRY_S = 0.05
 # What a client may leave half without asking for room, and what is read at once.
 _FREE_NBYTES = 64 << 10
 _READ_NBYTES = 256 << 10
@@ -188,6 +191,7 @@ class _Connection(asyncio.BufferedProtocol):
         self._turn_over = False
         self._unsent = False
         self._running = 0
+        self._streams = 0
 
     # --- what asyncio calls
 
@@ -339,7 +343,7 @@ class _Connection(asyncio.BufferedProtocol):
                 raise refused
             if name in self._sockets.streamed:
                 answers = self._sockets.streamed[name](session, kind.FromString(payload))
-                self._go_on(call, self._stream(call, answers), _as_it_is)
+                self._begin_stream(call, answers)
                 return
             if name in self._sockets.begun:
                 begin, render = self._sockets.begun[name]
@@ -362,17 +366,25 @@ class _Connection(asyncio.BufferedProtocol):
         client: what many of them do together would hold up the loop."""
         self._turn_over = True
         self._running += 1
+        self._follow(work, partial(self._done, call, render))
+
+    def _follow(self, work: Awaitable[Any], then: Callable[[asyncio.Future[Any]], None]) -> None:
         running = asyncio.ensure_future(work)
         self._sockets.running.add(running)
-        running.add_done_callback(partial(self._done, call, render))
+        running.add_done_callback(self._sockets.running.discard)
+        running.add_done_callback(then)
 
     def _done(
         self, call: _Call, render: Callable[[Any], Message], done: asyncio.Future[Any]
     ) -> None:
-        self._sockets.running.discard(done)
         self._running -= 1
         if self._running == _RUNNING_MAX - 1:
             self._serve_soon()
+        self._answer(call, render, done)
+
+    def _answer(
+        self, call: _Call, render: Callable[[Any], Message], done: asyncio.Future[Any]
+    ) -> None:
         error = done.exception()
         if isinstance(error, KVKeepError):
             self._refuse(call, error)
@@ -382,6 +394,18 @@ class _Connection(asyncio.BufferedProtocol):
             raise error
         else:
             self._reply(call, grpc.StatusCode.OK, render(done.result()).SerializeToString())
+
+    def _begin_stream(self, call: _Call, answers: AsyncIterator[Message]) -> None:
+        """Does not count as a call under way: it waits for disks, and others shall not."""
+        if self._streams >= _STREAMS_MAX:
+            msg = f"{_STREAMS_MAX} calls of {call.name} of this session are under way"
+            raise ResourceExhaustedError(msg, retry_after_s=_STREAM_RETRY_S)
+        self._streams += 1
+        self._follow(self._stream(call, answers), partial(self._stream_done, call))
+
+    def _stream_done(self, call: _Call, done: asyncio.Future[Any]) -> None:
+        self._streams -= 1
+        self._answer(call, _as_it_is, done)
 
     async def _stream(self, call: _Call, answers: AsyncIterator[Message]) -> Message:
         """Sends all answers but the end, which is an empty one."""

@@ -222,6 +222,17 @@ def test_without_a_daemon_tickets_have_failed_already(client, daemon, namespace,
     assert client.poll() == [ticket]
 
 
+def test_another_epoch_is_not_waited_for(client, namespace, keys):
+    opened = namespace._require()
+    opened.session.over.add(opened.set_index)
+    ticket = namespace.submit_acquire(keys)
+    assert (ticket.state, type(ticket.error)) == (FAILED, kvkeep.UnavailableError)
+    assert namespace.store(chain(1, "b")).commit().stored == 1
+    ticket = namespace.submit_acquire(keys)
+    collected(client, ticket)
+    assert ticket.state is READY
+
+
 def test_a_silent_daemon_is_not_asked_until_it_answers(client, daemon, namespace, keys, caplog):
     caplog.set_level("INFO", "kvkeep")
     frozen = threading.Event()
@@ -331,3 +342,29 @@ def test_many_threads_submit_and_one_collects(client, namespace, keys):
         worker.join()
     assert len(set(told)) == len(told) == 200
     assert {ticket.state for ticket in told} == {READY}
+
+
+def test_a_forked_childs_tickets_are_its_parents(client, daemon, namespace, keys):
+    daemon.gates["Acquire"] = threading.Event()
+    client.fileno()
+    ticket = namespace.submit_acquire(keys)
+    client._tickets.after_fork_in_child()
+    assert (ticket.state, type(ticket.error)) == (FAILED, kvkeep.SessionLostError)
+    assert client.poll() == []
+    daemon.gates["Acquire"].set()
+    again = namespace.submit_acquire(keys)
+    assert collected(client, again) == [again]
+
+
+def test_what_did_not_go_out_at_once_goes_out_by_itself(client, daemon, namespace, keys):
+    """A daemon that takes nothing for a while, and a caller that does nothing more."""
+    calls = client._keeper.require().transport.calls
+    acquired = namespace.acquire(keys)
+    daemon.open_to_calls.clear()
+    blocked = [namespace.submit_acquire(keys * 1000, timeout_s=10.0) for _ in range(4)]
+    wait_until(lambda: calls.unsent, 5.0, "the socket is full")
+    acquired.release()
+    assert calls.unsent > 1
+    daemon.open_to_calls.set()
+    wait_until(lambda: "Release" in daemon.calls, 5.0, "the lease is given back")
+    collected(client, *blocked)

@@ -287,3 +287,42 @@ def test_a_session_that_is_refused_leaves_no_call_socket(monkeypatch):
         assert not sockets._connections
 
     run(test, clients=0)
+
+
+def test_streams_have_several_replies_and_hold_up_nobody(monkeypatch):
+    monkeypatch.setattr(call_sockets, "_STREAMS_MAX", 3)
+    monkeypatch.setattr(call_sockets, "_RUNNING_MAX", 2)
+
+    async def test(sockets, client):
+        landed = asyncio.Event()
+
+        async def arrivals(session, request):
+            yield pb.AwaitResponse(first_block=request.lease_id)
+            await landed.wait()
+            yield pb.AwaitResponse(first_block=7)
+
+        sockets.streamed["Await"] = arrivals
+        awaited = session_pb2.CALL_METHOD_AWAIT
+        for call_id in (1, 2, 3):
+            await client.send(frame(awaited, pb.AwaitRequest(lease_id=call_id), call_id))
+            assert await stream_reply(client) == (call_id, OK, 1, call_id)
+        status, sentence = await client.call(awaited, pb.AwaitRequest(lease_id=4), 4)
+        assert status == RESOURCE_EXHAUSTED
+        assert b"3 calls of Await" in sentence
+        # They wait, and others do not.
+        assert (await client.call(session_pb2.CALL_METHOD_RENEW, pb.RenewRequest()))[0] == OK
+        landed.set()
+        replies = sorted([await stream_reply(client) for _ in range(6)])
+        ends = [(call_id, OK, 0, 0) for call_id in (1, 2, 3)]
+        assert replies == sorted([*ends, *((call_id, OK, 1, 7) for call_id in (1, 2, 3))])
+        await client.send(frame(awaited, pb.AwaitRequest(lease_id=6), 6))
+        assert await stream_reply(client) == (6, OK, 1, 6)
+
+    run(test)
+
+
+async def stream_reply(client):
+    """(call id, status, flags, first block)."""
+    nbytes, status, flags, _, call_id = HEADER.unpack(await client.received(16))
+    answer = pb.AwaitResponse.FromString(await client.received(nbytes))
+    return call_id, status, flags, answer.first_block
