@@ -1,6 +1,7 @@
 """How many calls of ours run on gRPC at a time, of all clients and of each: more are refused with
 RESOURCE_EXHAUSTED and the time after which another try makes sense."""
 
+import inspect
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -63,7 +64,8 @@ class CallLimit(grpc.aio.ServerInterceptor):
         answers = "stream" if handler.response_streaming else "unary"
         method = getattr(handler, f"{requests}_{answers}")
         make = getattr(grpc, f"{requests}_{answers}_rpc_method_handler")
-        limited = self._stream(method) if handler.response_streaming else self._single(method)
+        yields = inspect.isasyncgenfunction(method)
+        limited = self._stream(method) if yields else self._single(method)
         return make(limited, handler.request_deserializer, handler.response_serializer)
 
     def _single(
