@@ -33,8 +33,9 @@ if TYPE_CHECKING:
     from kvkeep.opened import Opened
     from kvkeep.shared_memory import Chunk
 
-# Between processes of one host and one release: version, server epoch, set id; then the response.
-_SHARED: Final = struct.Struct("<IQ16s")
+# Between processes of one host and one release: version, bytes of all, server epoch, set id; then
+# the response, of which a part could be one as well.
+_SHARED: Final = struct.Struct("<IIQ16s")
 _SHARED_VERSION: Final = 0x4B560001
 _GIVEN_BACK: Final = "the lease was given back; acquire again"
 
@@ -82,11 +83,11 @@ class _Column:
 def shared_response(opened: Opened, shared: bytes) -> AcquireResponse:
     """What `Acquired.share` told. Errors: InvalidArgumentError, LeaseLostError."""
     try:
-        version, epoch, set_id = _SHARED.unpack_from(shared)
+        version, nbytes, epoch, set_id = _SHARED.unpack_from(shared)
         response = AcquireResponse.FromString(shared[_SHARED.size :])
     except (struct.error, TypeError, DecodeError):
-        version = 0
-    if version != _SHARED_VERSION:
+        version = nbytes = 0
+    if version != _SHARED_VERSION or nbytes != len(shared):
         what = "what Acquired.share() of this release gave"
         raise invalid("shared", type(shared).__name__, what, "pass it on as it is")
     if set_id != opened.set_id:
@@ -278,8 +279,10 @@ class Acquired:
             ended=pb.MissReason.ValueType(self.ended),
         )
         opened = self._opened
-        head = _SHARED.pack(_SHARED_VERSION, opened.session.server_epoch, opened.set_id)
-        return head + response.SerializeToString()
+        payload = response.SerializeToString()
+        nbytes = _SHARED.size + len(payload)
+        epoch, set_id = opened.session.server_epoch, opened.set_id
+        return _SHARED.pack(_SHARED_VERSION, nbytes, epoch, set_id) + payload
 
     def renew(self, ttl_s: float | None = None, timeout_s: float | None = None) -> None:
         """Extend the lease; `ttl_s` None = the daemon's limit.

@@ -1,6 +1,7 @@
 """A client program whose calls are interrupted by a signal whose handler raises, at any line."""
 
 import random
+import select
 import signal
 import time
 from collections.abc import Callable
@@ -82,6 +83,7 @@ def _submit(client, namespace, keys) -> None:
     store = namespace.store(keys)
     tickets = [ticket, store.submit_commit()]
     while not all(each.done for each in tickets):
+        select.select([client.fileno()], [], [], DEADLINE_S)
         client.poll()
     if ticket.acquired is not None:
         ticket.acquired.release()

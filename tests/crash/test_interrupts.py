@@ -4,7 +4,7 @@ session: never a wrong byte, never a call that outlives its deadline."""
 import pytest
 
 from tests.crash.interrupted_clients import DEADLINE_S, interrupted
-from tests.fakes.client_process import client_processes
+from tests.fakes.client_process import HEAR_S, client_processes
 from tests.fakes.daemon_process import running_daemon
 
 CLIENTS = 2
@@ -21,7 +21,7 @@ def test_an_interrupt_at_any_line_makes_no_wrong_byte(tmp_path, promise_count):
             for seed in range(CLIENTS)
         ]
         for client in clients:
-            alarms, wrong, read, longest_s = client.hear()
+            alarms, wrong, read, longest_s = client.hear(HEAR_S + promise_count)
             assert (alarms, wrong) == (promise_count // CLIENTS, 0)
             assert read > alarms
             # Two calls of the library, and a store has several of the wire.

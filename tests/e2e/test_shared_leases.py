@@ -89,7 +89,8 @@ def test_who_cannot_join_is_told(tmp_path):
         namespace = client.open_namespace(SPEC)
         acquired = namespace.acquire(KEYS)
         shared = acquired.share()
-        for wrong in (b"", b"short", shared[4:], shared[:40], b"x" * 100, 7):
+        parts = [shared[:nbytes] for nbytes in range(len(shared))]
+        for wrong in (*parts, shared[4:], shared + b"x", b"x" * 100, 7):
             with pytest.raises(kvkeep.InvalidArgumentError):
                 namespace.join(wrong)
         other = client.open_namespace(spec(BLOCK_NBYTES, model="other"))

@@ -9,7 +9,7 @@ What the rows mean, for each PHASE
     PHASE/calls/p99     over 5 ms
     PHASE/late          how long after its deadline a ticket was handed out at most; over 50 ms
     PHASE/back          from the end of the fault to the first hit; over 2 s
-    healthy/step        a step with calls, over a step without
+    healthy/step        a step that asks, and copies and compares what came, over one that does not
 """
 
 import os
