@@ -159,6 +159,14 @@ class Namespace(Upkeep):
         return opened if opened is not None and opened.session.answers else None
 
     def _require(self) -> Opened:
+        opened = self._ready()
+        if opened.over:
+            self.open_in(opened.session)
+            return self._opened or opened
+        return opened
+
+    def _ready(self) -> Opened:
+        """As `_require`, without a call: its epoch may be over. Errors: UnavailableError."""
         opened = self._live()
         if opened is None:
             if self._refusal is not None:
@@ -166,9 +174,6 @@ class Namespace(Upkeep):
             if self._keeper.require().silent:
                 raise UnavailableError(SILENT)
             raise UnavailableError("the namespace is not open in this session yet")
-        if opened.over:
-            self.open_in(opened.session)
-            return self._opened or opened
         return opened
 
     def lookup(self, keys: Keys, *, hints: Hints | None = None) -> Lookup:
@@ -271,7 +276,7 @@ class Namespace(Upkeep):
         self._tickets.admit(ticket, deadline_s)
         try:
             if opened is None:
-                self._require()
+                self._ready()
             elif opened.over:
                 raise UnavailableError(_OPENED_ANEW)
             ticket.submit(request, deadline_s)
@@ -397,7 +402,8 @@ class Namespace(Upkeep):
         if parent_key is not None and len(parent_key) != key_nbytes:
             what = f"{len(parent_key)} bytes"
             raise invalid("parent_key", what, f"{key_nbytes} bytes or None", "give the whole key")
-        opened = self._require()
+        # Makes no call; a commit into an epoch that is over is refused.
+        opened = self._ready()
         rank = opened.rank_or_only(rank)
         words, level = Words(packed, key_nbytes), ack_level(ack)
         new = opened.new_blocks(words, rank, positions or {}, on_nvme=ack != "ram")
