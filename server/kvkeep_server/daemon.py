@@ -24,6 +24,7 @@ from kvkeep_server.config.parts import (
     pin_limits,
     pool_settings,
     session_limits,
+    stream_limits,
     watch_limits,
 )
 from kvkeep_server.core.clock import Clock, Deadline
@@ -41,20 +42,25 @@ from kvkeep_server.core.process import (
 from kvkeep_server.core.stopping import Stopping
 from kvkeep_server.index.table import IndexTable
 from kvkeep_server.metrics.endpoint import scraped_at
-from kvkeep_server.metrics.readings import Readings
+from kvkeep_server.metrics.readings import Doors, Readings
 from kvkeep_server.policies.registry import admission_policy, eviction_policy
-from kvkeep_server.rpc.admin import AdminServicer
+from kvkeep_server.rpc.admin import AdminServicer, RemoteAdminServicer
+from kvkeep_server.rpc.block_cache import BlockCacheServicer
 from kvkeep_server.rpc.block_calls import BlockCalls, ClientLimits
 from kvkeep_server.rpc.call_sockets import CallSockets
 from kvkeep_server.rpc.fd_handover import FdHandover
 from kvkeep_server.rpc.interceptors import CallMeter
+from kvkeep_server.rpc.remote_calls import RemoteCalls
 from kvkeep_server.rpc.request_limits import RequestLimits
-from kvkeep_server.rpc.server import METHODS, Server
+from kvkeep_server.rpc.server import METHODS, Front, Servers
 from kvkeep_server.service.block_service import BlockService, ServiceLimits
 from kvkeep_server.service.keyspace_numbers import KeyspaceNumbers
 from kvkeep_server.service.namespaces import Namespaces
+from kvkeep_server.service.remote import RemoteService
 from kvkeep_server.service.session_memory import FdKind, FdOffer, SessionMemory
 from kvkeep_server.service.sessions import Session, Sessions
+from kvkeep_server.service.streams import Streams
+from kvkeep_server.service.upkeep import keep_up
 from kvkeep_server.tiering.commits import Commits
 from kvkeep_server.tiering.epochs import Epochs
 from kvkeep_server.tiering.leases import Leases
@@ -65,6 +71,7 @@ from kvkeep_server.tiering.removal import Removal
 from kvkeep_server.tiering.residency import Residency
 from kvkeep_server.tiering.retention_pins import RetentionPins
 from kvkeep_server.tiering.room import RoomMaker
+from kvkeep_server.tiering.sending import Sending
 from kvkeep_server.tiering.transfers import Transfers
 from kvkeep_server.tiering.watching import ChangeLog
 from kvkeep_server.tiers.nvme.files import DiskFiles, Files
@@ -73,7 +80,6 @@ from kvkeep_server.tiers.ram.tier import RamTier
 
 SOCKET_NAME = "kvkeep.sock"
 FD_SOCKET_NAME = "kvkeep.fd.sock"
-_UPKEEP_PERIOD_S = 0.05
 _HEALTH_PERIOD_S = 0.5
 _GRACE_S = 0.5
 
@@ -304,7 +310,7 @@ class Daemon:
         )
         upkeep = asyncio.create_task(
             _all(
-                _upkeep(core, self._clock, self._settings.sessions.timeout_s, readings.loop_lag),
+                keep_up(core.service, core.room, self._clock, readings.loop_lag),
                 _tell_health(server, core.nvme),
             )
         )
@@ -332,7 +338,7 @@ class Daemon:
             scraped.close()
             _unlink_sockets(directory)
 
-    def _front(self, core: Core, directory: Path) -> tuple[Server, FdHandover, Readings]:
+    def _front(self, core: Core, directory: Path) -> tuple[Servers, FdHandover, Readings]:
         """What clients and scrapers meet; nothing of it is started."""
         meter = CallMeter(methods=METHODS, clock=self._clock)
         limits = self._client_limits(core)
@@ -341,12 +347,14 @@ class Daemon:
             keys_max=limits.keys_max, message_nbytes_max=limits.message_nbytes_max
         )
         tiers = LocalTiers(core.ram, core.nvme)
-        server = Server(
-            calls=calls,
-            admin=AdminServicer(service=core.service, tiers=tiers, server_epoch=self._server_epoch),
-            meter=meter,
-            limits=requests,
-            running=call_limits(self._settings),
+        streams = Streams(limits=stream_limits(self._settings), clock=self._clock)
+        blocks = BlockCacheServicer(calls, RemoteCalls(_remote_service(core, streams)))
+        admin = AdminServicer(service=core.service, tiers=tiers, server_epoch=self._server_epoch)
+        server = Servers(
+            Front(blocks, admin, meter, requests, call_limits(self._settings)),
+            remote_admin=RemoteAdminServicer(admin, core.sessions),
+            remote_listen=self._settings.remote.listen,
+            beyond_loopback=self._settings.remote.insecure_beyond_loopback,
         )
         sockets = CallSockets(calls=calls, sessions=core.sessions, meter=meter, limits=requests)
         mode = self._settings.server.socket_mode
@@ -356,8 +364,7 @@ class Daemon:
         readings = Readings(
             service=core.service,
             tiers=tiers,
-            calls=meter,
-            handover=handover,
+            doors=Doors(meter, handover, streams),
             loop_lag=Histogram(DURATION_BOUNDS_S),
             facts=metric_facts(self._settings),
         )
@@ -427,6 +434,12 @@ def _manager(
     )
 
 
+def _remote_service(core: Core, streams: Streams) -> RemoteService:
+    removal = core.service.manager.removal
+    sending = Sending(residency=core.residency, ram=core.ram, removal=removal)
+    return RemoteService(service=core.service, sending=sending, streams=streams, ram=core.ram)
+
+
 async def _all(*works: Coroutine[Any, Any, None]) -> None:
     """Runs them until one fails."""
     async with asyncio.TaskGroup() as tasks:
@@ -434,7 +447,7 @@ async def _all(*works: Coroutine[Any, Any, None]) -> None:
             tasks.create_task(work)
 
 
-async def _tell_health(server: Server, nvme: NvmeSide | None) -> None:
+async def _tell_health(server: Servers, nvme: NvmeSide | None) -> None:
     """Tells whether nvme is well, whenever that changes."""
     told = None
     while nvme is not None:
@@ -448,24 +461,3 @@ async def _tell_health(server: Server, nvme: NvmeSide | None) -> None:
 def _unlink_sockets(directory: Path) -> None:
     for name in (SOCKET_NAME, FD_SOCKET_NAME):
         (directory / name).unlink(missing_ok=True)
-
-
-async def _upkeep(core: Core, clock: Clock, session_timeout_s: float, loop_lag: Histogram) -> None:
-    """Credits look-ups, ends what is over, grows the pool ahead of need. Ends with the daemon.
-
-    After a time in which this process did not run (it was stopped, or its machine was) nothing is
-    ended for a while: nobody could be heard, and heartbeats still wait to be read.
-    """
-    ran_s = judge_from_s = clock.monotonic_s()
-    while True:
-        now_s = clock.monotonic_s()
-        if now_s - ran_s > session_timeout_s / 4:
-            judge_from_s = now_s + session_timeout_s / 2
-        ran_s = now_s
-        core.service.drain_touches()
-        if now_s >= judge_from_s:
-            core.service.sweep()
-        core.room.grow_ahead()
-        wake_s = clock.monotonic_s() + _UPKEEP_PERIOD_S
-        await asyncio.sleep(_UPKEEP_PERIOD_S)
-        loop_lag.add_one(max(0.0, clock.monotonic_s() - wake_s))

@@ -18,6 +18,8 @@ SERVED = {
         "Release",
         "Renew",
         "Commit",
+        "Read",
+        "Write",
         "Remove",
         "AdvanceEpoch",
         "Prefetch",

@@ -20,6 +20,7 @@ _CANCELLED_EARLY = re.compile(
     r"Traceback \(most recent call last\):\n.* in grpc\._cython\.cygrpc\._schedule_rpc_coro\n"
     r"asyncio\.exceptions\.CancelledError\n"
 )
+_REMOTE = re.compile(r"INFO remote host=(\S+) port=(\d+)")
 
 
 @dataclass(slots=True)
@@ -46,6 +47,12 @@ class DaemonProcess:
     @property
     def socket(self) -> Path:
         return self.runtime_dir / "kvkeep.sock"
+
+    @property
+    def address(self) -> str:
+        """Where it listens for other hosts."""
+        host, port = _REMOTE.findall(self.log)[-1]
+        return f"{host}:{port}"
 
     @property
     def log(self) -> str:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvkeep_server.metrics.catalog import CATALOG, MetricKind
+from kvkeep_server.metrics.catalog import CATALOG
+from kvkeep_server.metrics.metric import MetricKind
 
 Series = tuple[str, frozenset[tuple[str, str]]]
 WAIT_S = 120.0

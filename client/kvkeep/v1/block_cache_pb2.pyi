@@ -10,8 +10,8 @@ a status per block as one packed column, never one message per block.
 
 Common to all calls:
  * On the daemon's host the unary calls, and Await, can be made on the session's call socket as well (session.proto).
- * Metadata `kvkeep-session-bin` carries the 32-byte session token from the fd socket. A call without a
-   live session fails with UNAUTHENTICATED; attach again.
+ * Metadata `kvkeep-session-bin` carries the 32-byte session token: from the fd socket, or for a client on
+   another host from Attach. A call without a live session fails with UNAUTHENTICATED; attach again.
  * Every call should carry a deadline. The server ends a call at the deadline and answers with what it has
    where an answer can be partial (Acquire, Lookup, Await).
  * INVALID_ARGUMENT names the field, the value, what is allowed and the fix.
@@ -474,16 +474,50 @@ class AttachRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     HEARTBEAT_FIELD_NUMBER: builtins.int
+    HELLO_FIELD_NUMBER: builtins.int
     heartbeat: builtins.int
     """counts up from 1"""
+    @property
+    def hello(self) -> Global___RemoteHello:
+        """first message only, of a client on another host"""
+
     def __init__(
         self,
         *,
         heartbeat: builtins.int = ...,
+        hello: Global___RemoteHello | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["heartbeat", b"heartbeat"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["hello", b"hello"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["heartbeat", b"heartbeat", "hello", b"hello"]) -> None: ...
 
 Global___AttachRequest: typing_extensions.TypeAlias = AttachRequest
+
+@typing.final
+class RemoteHello(google.protobuf.message.Message):
+    """What SideHello is on the daemon's host."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CLIENT_NAME_FIELD_NUMBER: builtins.int
+    LAYOUT_VERSIONS_FIELD_NUMBER: builtins.int
+    STAGING_NBYTES_FIELD_NUMBER: builtins.int
+    CREDENTIAL_FIELD_NUMBER: builtins.int
+    client_name: builtins.str
+    staging_nbytes: builtins.int
+    credential: builtins.str
+    @property
+    def layout_versions(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        client_name: builtins.str = ...,
+        layout_versions: collections.abc.Iterable[builtins.int] | None = ...,
+        staging_nbytes: builtins.int = ...,
+        credential: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["client_name", b"client_name", "credential", b"credential", "layout_versions", b"layout_versions", "staging_nbytes", b"staging_nbytes"]) -> None: ...
+
+Global___RemoteHello: typing_extensions.TypeAlias = RemoteHello
 
 @typing.final
 class AttachEvent(google.protobuf.message.Message):
@@ -533,19 +567,27 @@ Global___AttachEvent: typing_extensions.TypeAlias = AttachEvent
 
 @typing.final
 class Attached(google.protobuf.message.Message):
+    """The token and the size of the staging ring only for who said hello on this stream."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SERVER_EPOCH_FIELD_NUMBER: builtins.int
     SESSION_TIMEOUT_MS_FIELD_NUMBER: builtins.int
+    SESSION_TOKEN_FIELD_NUMBER: builtins.int
+    STAGING_NBYTES_FIELD_NUMBER: builtins.int
     server_epoch: builtins.int
     session_timeout_ms: builtins.int
+    session_token: builtins.bytes
+    staging_nbytes: builtins.int
     def __init__(
         self,
         *,
         server_epoch: builtins.int = ...,
         session_timeout_ms: builtins.int = ...,
+        session_token: builtins.bytes = ...,
+        staging_nbytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["server_epoch", b"server_epoch", "session_timeout_ms", b"session_timeout_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["server_epoch", b"server_epoch", "session_timeout_ms", b"session_timeout_ms", "session_token", b"session_token", "staging_nbytes", b"staging_nbytes"]) -> None: ...
 
 Global___Attached: typing_extensions.TypeAlias = Attached
 
@@ -692,13 +734,17 @@ Global___Hints: typing_extensions.TypeAlias = Hints
 
 @typing.final
 class LookupRequest(google.protobuf.message.Message):
+    """Keys packed, in chain order. `peek`: asked before a store, so no use of the blocks, and not counted."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SET_INDEX_FIELD_NUMBER: builtins.int
     KEYS_FIELD_NUMBER: builtins.int
     HINTS_FIELD_NUMBER: builtins.int
+    PEEK_FIELD_NUMBER: builtins.int
     set_index: builtins.int
     keys: builtins.bytes
+    peek: builtins.bool
     @property
     def hints(self) -> Global___Hints: ...
     def __init__(
@@ -707,9 +753,10 @@ class LookupRequest(google.protobuf.message.Message):
         set_index: builtins.int = ...,
         keys: builtins.bytes = ...,
         hints: Global___Hints | None = ...,
+        peek: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["hints", b"hints"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["hints", b"hints", "keys", b"keys", "set_index", b"set_index"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["hints", b"hints", "keys", b"keys", "peek", b"peek", "set_index", b"set_index"]) -> None: ...
 
 Global___LookupRequest: typing_extensions.TypeAlias = LookupRequest
 
@@ -1156,7 +1203,9 @@ class ReadRequest(google.protobuf.message.Message):
     rank: builtins.int
     group: builtins.int
     first_block: builtins.int
+    """number in the LeasedColumn of this rank and group, PENDING blocks behind the READY ones"""
     blocks: builtins.int
+    """0 = all from there on"""
     range_offset: builtins.int
     """bytes inside each block"""
     range_nbytes: builtins.int
@@ -1184,17 +1233,17 @@ class ReadResponse(google.protobuf.message.Message):
     OFFSET_FIELD_NUMBER: builtins.int
     DATA_FIELD_NUMBER: builtins.int
     STATUS_FIELD_NUMBER: builtins.int
-    LAST_FIELD_NUMBER: builtins.int
-    CHECKSUM_FIELD_NUMBER: builtins.int
+    CRC32_FIELD_NUMBER: builtins.int
     block: builtins.int
+    """number in the column of the block that `data` begins in, or that `status` is of"""
     offset: builtins.int
+    """where in that block's range"""
     data: builtins.bytes
-    """at most 1 MiB"""
+    """at most 1 MiB, of this block and those behind it"""
     status: Global___BlockStatus.ValueType
-    last: builtins.bool
-    """of this block"""
-    checksum: builtins.int
-    """with `last`: xxh3-64 of the block"""
+    """READY with data; else the last message, and why this block does not come"""
+    crc32: builtins.int
+    """of `data` (IEEE, as zlib's)"""
     def __init__(
         self,
         *,
@@ -1202,10 +1251,9 @@ class ReadResponse(google.protobuf.message.Message):
         offset: builtins.int = ...,
         data: builtins.bytes = ...,
         status: Global___BlockStatus.ValueType = ...,
-        last: builtins.bool = ...,
-        checksum: builtins.int = ...,
+        crc32: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["block", b"block", "checksum", b"checksum", "data", b"data", "last", b"last", "offset", b"offset", "status", b"status"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block", b"block", "crc32", b"crc32", "data", b"data", "offset", b"offset", "status", b"status"]) -> None: ...
 
 Global___ReadResponse: typing_extensions.TypeAlias = ReadResponse
 
@@ -1215,20 +1263,28 @@ class WriteRequest(google.protobuf.message.Message):
 
     HEADER_FIELD_NUMBER: builtins.int
     DATA_FIELD_NUMBER: builtins.int
+    OFFSET_FIELD_NUMBER: builtins.int
+    CRC32_FIELD_NUMBER: builtins.int
     data: builtins.bytes
-    """at most 1 MiB"""
+    """at most 1 MiB; in all others"""
+    offset: builtins.int
+    """bytes of data before this message"""
+    crc32: builtins.int
+    """of `data` (IEEE, as zlib's)"""
     @property
     def header(self) -> Global___CommitRequest:
-        """first message only; staging_offsets count from 0 in the byte stream"""
+        """first message only"""
 
     def __init__(
         self,
         *,
         header: Global___CommitRequest | None = ...,
         data: builtins.bytes = ...,
+        offset: builtins.int = ...,
+        crc32: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["data", b"data", "header", b"header"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["crc32", b"crc32", "data", b"data", "header", b"header", "offset", b"offset"]) -> None: ...
 
 Global___WriteRequest: typing_extensions.TypeAlias = WriteRequest
 

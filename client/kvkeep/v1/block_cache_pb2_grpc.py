@@ -136,7 +136,12 @@ class BlockCacheServicer(object):
         third of `session_timeout_ms`; the server sends events. Losing this stream alone ends nothing: the session
         ends with its fd socket, or when no heartbeat and no call came for `session_timeout_ms`.
         New file descriptors that an event announces follow on the fd socket before the event is sent.
-        Errors: UNAUTHENTICATED, FAILED_PRECONDITION (a newer Attach of the same session took over).
+
+        A client on another host has no fd socket. It calls Attach without a token; its first message has `hello`, the first
+        event brings the token, and the session lives exactly as long as that stream. It has no shared memory: it asks with
+        Lookup, reads with Acquire and Read, and stores with Write, through a staging ring that only the daemon maps.
+        Errors: UNAUTHENTICATED (neither token nor hello), FAILED_PRECONDITION (a newer Attach of the same session took over;
+        layout versions), INVALID_ARGUMENT and RESOURCE_EXHAUSTED (of a hello: sessions.*, remote.*).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -205,16 +210,24 @@ class BlockCacheServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Read(self, request, context):
-        """Lease-protected bytes for clients on another host, in chunks of at most 1 MiB.
-        Errors: NOT_FOUND (lease), UNIMPLEMENTED in this release.
+        """Lease-protected bytes for clients on another host: blocks of one column of a lease, one behind the other, in chunks of
+        at most 1 MiB. Each block is held against its checksum before the first byte of it is sent. The first block that
+        cannot be given ends the stream, with its status. A lease that ends meanwhile ends it too: what came before is right.
+        Errors: NOT_FOUND (lease, or its end), INVALID_ARGUMENT, RESOURCE_EXHAUSTED (remote.streams_max and
+        remote.session_streams_max), UNAVAILABLE (the client took nothing for remote.stall_timeout).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Write(self, request_iterator, context):
-        """Commit for clients on another host, bytes in chunks of at most 1 MiB.
-        Errors: as Commit; UNIMPLEMENTED in this release.
+        """Commit for clients on another host. The first message has the Commit; the bytes of its blocks follow, group by group in
+        the order of the header and of its staging offsets, one behind the other without gaps, in chunks of at most 1 MiB. The
+        daemon lays them into the session's staging ring at those offsets, and begins the Commit when the client has closed
+        its side and all bytes are there. Whatever ends the stream before, nothing of it becomes visible.
+        Errors: as Commit; INVALID_ARGUMENT also for chunks out of order, too many or too few bytes, or a wrong crc32;
+        RESOURCE_EXHAUSTED also for remote.streams_max and remote.session_streams_max; UNAVAILABLE (nothing came for
+        remote.stall_timeout).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

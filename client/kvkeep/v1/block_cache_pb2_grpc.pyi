@@ -10,8 +10,8 @@ a status per block as one packed column, never one message per block.
 
 Common to all calls:
  * On the daemon's host the unary calls, and Await, can be made on the session's call socket as well (session.proto).
- * Metadata `kvkeep-session-bin` carries the 32-byte session token from the fd socket. A call without a
-   live session fails with UNAUTHENTICATED; attach again.
+ * Metadata `kvkeep-session-bin` carries the 32-byte session token: from the fd socket, or for a client on
+   another host from Attach. A call without a live session fails with UNAUTHENTICATED; attach again.
  * Every call should carry a deadline. The server ends a call at the deadline and answers with what it has
    where an answer can be partial (Acquire, Lookup, Await).
  * INVALID_ARGUMENT names the field, the value, what is allowed and the fix.
@@ -469,7 +469,12 @@ class BlockCacheStub(typing.Generic[_BlockCacheOpenNamespaceType, _BlockCacheAtt
     third of `session_timeout_ms`; the server sends events. Losing this stream alone ends nothing: the session
     ends with its fd socket, or when no heartbeat and no call came for `session_timeout_ms`.
     New file descriptors that an event announces follow on the fd socket before the event is sent.
-    Errors: UNAUTHENTICATED, FAILED_PRECONDITION (a newer Attach of the same session took over).
+
+    A client on another host has no fd socket. It calls Attach without a token; its first message has `hello`, the first
+    event brings the token, and the session lives exactly as long as that stream. It has no shared memory: it asks with
+    Lookup, reads with Acquire and Read, and stores with Write, through a staging ring that only the daemon maps.
+    Errors: UNAUTHENTICATED (neither token nor hello), FAILED_PRECONDITION (a newer Attach of the same session took over;
+    layout versions), INVALID_ARGUMENT and RESOURCE_EXHAUSTED (of a hello: sessions.*, remote.*).
     """
 
     Lookup: _BlockCacheLookupType
@@ -516,13 +521,21 @@ class BlockCacheStub(typing.Generic[_BlockCacheOpenNamespaceType, _BlockCacheAtt
     """
 
     Read: _BlockCacheReadType
-    """Lease-protected bytes for clients on another host, in chunks of at most 1 MiB.
-    Errors: NOT_FOUND (lease), UNIMPLEMENTED in this release.
+    """Lease-protected bytes for clients on another host: blocks of one column of a lease, one behind the other, in chunks of
+    at most 1 MiB. Each block is held against its checksum before the first byte of it is sent. The first block that
+    cannot be given ends the stream, with its status. A lease that ends meanwhile ends it too: what came before is right.
+    Errors: NOT_FOUND (lease, or its end), INVALID_ARGUMENT, RESOURCE_EXHAUSTED (remote.streams_max and
+    remote.session_streams_max), UNAVAILABLE (the client took nothing for remote.stall_timeout).
     """
 
     Write: _BlockCacheWriteType
-    """Commit for clients on another host, bytes in chunks of at most 1 MiB.
-    Errors: as Commit; UNIMPLEMENTED in this release.
+    """Commit for clients on another host. The first message has the Commit; the bytes of its blocks follow, group by group in
+    the order of the header and of its staging offsets, one behind the other without gaps, in chunks of at most 1 MiB. The
+    daemon lays them into the session's staging ring at those offsets, and begins the Commit when the client has closed
+    its side and all bytes are there. Whatever ends the stream before, nothing of it becomes visible.
+    Errors: as Commit; INVALID_ARGUMENT also for chunks out of order, too many or too few bytes, or a wrong crc32;
+    RESOURCE_EXHAUSTED also for remote.streams_max and remote.session_streams_max; UNAVAILABLE (nothing came for
+    remote.stall_timeout).
     """
 
     Prefetch: _BlockCachePrefetchType
@@ -670,7 +683,12 @@ class BlockCacheServicer(metaclass=abc.ABCMeta):
         third of `session_timeout_ms`; the server sends events. Losing this stream alone ends nothing: the session
         ends with its fd socket, or when no heartbeat and no call came for `session_timeout_ms`.
         New file descriptors that an event announces follow on the fd socket before the event is sent.
-        Errors: UNAUTHENTICATED, FAILED_PRECONDITION (a newer Attach of the same session took over).
+
+        A client on another host has no fd socket. It calls Attach without a token; its first message has `hello`, the first
+        event brings the token, and the session lives exactly as long as that stream. It has no shared memory: it asks with
+        Lookup, reads with Acquire and Read, and stores with Write, through a staging ring that only the daemon maps.
+        Errors: UNAUTHENTICATED (neither token nor hello), FAILED_PRECONDITION (a newer Attach of the same session took over;
+        layout versions), INVALID_ARGUMENT and RESOURCE_EXHAUSTED (of a hello: sessions.*, remote.*).
         """
 
     @abc.abstractmethod
@@ -752,8 +770,11 @@ class BlockCacheServicer(metaclass=abc.ABCMeta):
         request: kvkeep.v1.block_cache_pb2.ReadRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[kvkeep.v1.block_cache_pb2.ReadResponse], collections.abc.AsyncIterator[kvkeep.v1.block_cache_pb2.ReadResponse]]:
-        """Lease-protected bytes for clients on another host, in chunks of at most 1 MiB.
-        Errors: NOT_FOUND (lease), UNIMPLEMENTED in this release.
+        """Lease-protected bytes for clients on another host: blocks of one column of a lease, one behind the other, in chunks of
+        at most 1 MiB. Each block is held against its checksum before the first byte of it is sent. The first block that
+        cannot be given ends the stream, with its status. A lease that ends meanwhile ends it too: what came before is right.
+        Errors: NOT_FOUND (lease, or its end), INVALID_ARGUMENT, RESOURCE_EXHAUSTED (remote.streams_max and
+        remote.session_streams_max), UNAVAILABLE (the client took nothing for remote.stall_timeout).
         """
 
     @abc.abstractmethod
@@ -762,8 +783,13 @@ class BlockCacheServicer(metaclass=abc.ABCMeta):
         request_iterator: _MaybeAsyncIterator[kvkeep.v1.block_cache_pb2.WriteRequest],
         context: _ServicerContext,
     ) -> typing.Union[kvkeep.v1.block_cache_pb2.WriteResponse, collections.abc.Awaitable[kvkeep.v1.block_cache_pb2.WriteResponse]]:
-        """Commit for clients on another host, bytes in chunks of at most 1 MiB.
-        Errors: as Commit; UNIMPLEMENTED in this release.
+        """Commit for clients on another host. The first message has the Commit; the bytes of its blocks follow, group by group in
+        the order of the header and of its staging offsets, one behind the other without gaps, in chunks of at most 1 MiB. The
+        daemon lays them into the session's staging ring at those offsets, and begins the Commit when the client has closed
+        its side and all bytes are there. Whatever ends the stream before, nothing of it becomes visible.
+        Errors: as Commit; INVALID_ARGUMENT also for chunks out of order, too many or too few bytes, or a wrong crc32;
+        RESOURCE_EXHAUSTED also for remote.streams_max and remote.session_streams_max; UNAVAILABLE (nothing came for
+        remote.stall_timeout).
         """
 
     @abc.abstractmethod

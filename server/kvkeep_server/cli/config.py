@@ -9,7 +9,8 @@ import click
 from kvkeep_server.config import KEYS, TABLES, Key, Loaded, load, memory_plan
 from kvkeep_server.core.memory_limit import read_memory_limit
 from kvkeep_server.core.quantities import show_size
-from kvkeep_server.metrics.catalog import CATALOG, Label, series_max
+from kvkeep_server.metrics.catalog import CATALOG, series_max
+from kvkeep_server.metrics.metric import Label
 
 FILE = click.argument("file", required=False, type=click.Path(path_type=Path))
 

@@ -7,6 +7,7 @@ prints it. Attributes carry their unit last (`ttl_s`, `size_nbytes`); in the fil
 """
 
 import dataclasses
+import ipaddress
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from kvkeep_server.config.clients import (
 )
 from kvkeep_server.config.keys import PAGE_NBYTES, GiB, KiB, MiB
 from kvkeep_server.config.operators import LogSettings, MetricsSettings
+from kvkeep_server.config.remote import RemoteSettings
 from kvkeep_server.config.tiers import IndexSettings, NvmeSettings, RamSettings
 from kvkeep_server.core.errors import KVKeepError
 from kvkeep_server.core.memory_limit import (
@@ -34,7 +36,7 @@ from kvkeep_server.core.memory_limit import (
 )
 from kvkeep_server.core.quantities import format_size, show_size
 from kvkeep_server.core.settings_file import read_settings
-from kvkeep_server.core.settings_kinds import Kind, Value, nearest, shown
+from kvkeep_server.core.settings_kinds import Kind, Value, listen_address, nearest, shown
 from kvkeep_server.tiers.ram.slabs import auto_slab_nbytes
 
 
@@ -63,6 +65,7 @@ class Settings:
     leases: LeaseSettings
     pins: PinSettings
     limits: LimitSettings
+    remote: RemoteSettings
     metrics: MetricsSettings
     log: LogSettings
 
@@ -234,6 +237,7 @@ def _fill_auto(values: Mapping[str, Value | None], memory: MemoryLimit) -> dict[
     fill("sessions.staging_total_max", staging_nbytes_auto(memory.nbytes, plan))
     fill("sessions.staging_max", min(1 * GiB, filled["sessions.staging_total_max"]))
     fill("sessions.staging", min(64 * MiB, filled["sessions.staging_max"]))
+    fill("remote.staging_total_max", filled["sessions.staging_total_max"] // 2)
     return filled
 
 
@@ -244,6 +248,7 @@ def _contradictions(
     at_most = (
         ("sessions.staging", "sessions.staging_max"),
         ("sessions.staging_max", "sessions.staging_total_max"),
+        ("remote.staging_total_max", "sessions.staging_total_max"),
         ("ram.slab", "ram.chunk"),
         ("ram.slab", "ram.size"),
         ("limits.block_max", "ram.slab"),
@@ -267,7 +272,23 @@ def _contradictions(
             f' ("{format_size(values["limits.message_max"])}") at 64 bytes a key',
             f'set limits.message_max to "{format_size(request_nbytes)}" or more',
         )
+    yield from _plain_text(values)
     yield from _memory_sum(values, origins, memory)
+
+
+def _plain_text(values: Mapping[str, Any]) -> Iterator[str]:
+    listen = values["remote.listen"]
+    if not listen or values["remote.insecure_beyond_loopback"]:
+        return
+    host, port = listen_address(listen)
+    if not ipaddress.ip_address(host).is_loopback:
+        yield _problem(
+            "remote.listen",
+            f'"{listen}"',
+            "an address of the loopback, since there is no encryption and no authentication yet",
+            f'listen on "127.0.0.1:{port}" behind a tunnel, or set'
+            " remote.insecure_beyond_loopback to true where all who reach it are trusted",
+        )
 
 
 def memory_plan(settings: Settings) -> MemoryPlan:

@@ -15,6 +15,7 @@ from kvkeep_server.policies.registry import prefetch_policy
 from kvkeep_server.rpc.call_limit import CallLimits
 from kvkeep_server.service.namespaces import NamespaceLimits
 from kvkeep_server.service.sessions import SessionLimits
+from kvkeep_server.service.streams import StreamLimits
 from kvkeep_server.tiering.demotion import DemotionLimits
 from kvkeep_server.tiering.leases import LeaseLimits
 from kvkeep_server.tiering.nvme_side import NvmeFacts, NvmeMeans
@@ -86,7 +87,15 @@ def session_limits(settings: Settings) -> SessionLimits:
         staging_max_nbytes=sessions.staging_nbytes_max,
         staging_total_max_nbytes=sessions.staging_total_nbytes_max,
         sessions_max=sessions.sessions_max,
+        remote_max=settings.remote.sessions_max,
+        remote_staging_max_nbytes=settings.remote.staging_total_nbytes_max,
     )
+
+
+def stream_limits(settings: Settings) -> StreamLimits:
+    """Of streams of clients on other hosts."""
+    remote = settings.remote
+    return StreamLimits(remote.streams_max, remote.session_streams_max, remote.stall_timeout_s)
 
 
 def nvme_facts(settings: Settings, server_epoch: int, means: NvmeMeans) -> NvmeFacts | None:
@@ -168,6 +177,8 @@ def metric_facts(settings: Settings) -> Facts:
         "kvkeep_pins_limit": settings.pins.pins_max,
         "kvkeep_watchers_limit": settings.limits.watchers_max,
         "kvkeep_pinned_limit_bytes": settings.pins.nbytes_max,
+        "kvkeep_remote_sessions_limit": settings.remote.sessions_max,
+        "kvkeep_remote_streams_limit": settings.remote.streams_max,
     }
     ram = settings.ram
     return Facts(

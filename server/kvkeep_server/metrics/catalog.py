@@ -5,25 +5,15 @@ and whatever they send; `series_max` is that bound. Names of models, tenants or 
 labels.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from enum import Enum, StrEnum
-from math import prod
-from typing import NamedTuple
+from collections.abc import Mapping
+from enum import StrEnum
 
-from kvkeep_server.core.histogram import AGE_BOUNDS_S, DURATION_BOUNDS_S, HistogramValue
+from kvkeep_server.core.histogram import AGE_BOUNDS_S, DURATION_BOUNDS_S
 from kvkeep_server.core.results import CommitStatus, MissReason, NamespaceMode, TierId
 from kvkeep_server.metrics.hint_values import Foreseen, Prefetched
+from kvkeep_server.metrics.metric import Label, Metric, MetricKind, label_of
 from kvkeep_server.metrics.rpc_names import RPC_CODES, RPC_METHODS
 from kvkeep_server.tiering.manager import ReadCall
-
-
-class MetricKind(StrEnum):
-    """Prometheus's types."""
-
-    COUNTER = "counter"
-    GAUGE = "gauge"
-    HISTOGRAM = "histogram"
 
 
 class PoolState(StrEnum):
@@ -41,20 +31,6 @@ class RowState(StrEnum):
 
     LIVE = "live"
     FREE = "free"
-
-
-class Reading(NamedTuple):
-    """One figure.
-
-    Attributes:
-        name: Of a metric in the catalogue.
-        labels: A value for each of its labels.
-        value: A `HistogramValue` where it is a histogram.
-    """
-
-    name: str
-    labels: tuple[str, ...]
-    value: float | HistogramValue
 
 
 class Demoted(StrEnum):
@@ -104,58 +80,10 @@ class SegmentKind(StrEnum):
     SKIPPED = "skipped"
 
 
-@dataclass(frozen=True, slots=True)
-class Label:
-    """A label of a metric.
-
-    Attributes:
-        name: As in a query.
-        values: All that it can have; empty: one value for the life of the process.
-    """
-
-    name: str
-    values: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Metric:
-    """One metric.
-
-    Attributes:
-        name: With its unit at the end, and `_total` where it counts.
-        kind: See `MetricKind`.
-        meaning: One or two sentences.
-        labels: In the order of the values of a `Reading`.
-        bounds: Of a histogram's buckets.
-    """
-
-    name: str
-    kind: MetricKind
-    meaning: str
-    labels: tuple[Label, ...] = ()
-    bounds: tuple[float, ...] = ()
-
-    @property
-    def series_max(self) -> int:
-        """Series that it can ever have."""
-        combinations = prod(max(1, len(label.values)) for label in self.labels)
-        # The buckets, the one above them all, sum and count.
-        return combinations * (len(self.bounds) + 3 if self.bounds else 1)
-
-
-def value_of(member: Enum) -> str:
-    """The label value of an enum's member: "ram" of `TierId.RAM`."""
-    return member.name.lower()
-
-
-def _label(name: str, members: Iterable[Enum]) -> Label:
-    return Label(name, tuple(value_of(member) for member in members))
-
-
-_CALL = _label("call", ReadCall)
-_TIER = _label("tier", (tier for tier in TierId if tier is not TierId.UNSPECIFIED))
-_REASON = _label("reason", MissReason)
-_STATUS = _label("status", (s for s in CommitStatus if s is not CommitStatus.UNSPECIFIED))
+_CALL = label_of("call", ReadCall)
+_TIER = label_of("tier", (tier for tier in TierId if tier is not TierId.UNSPECIFIED))
+_REASON = label_of("reason", MissReason)
+_STATUS = label_of("status", (s for s in CommitStatus if s is not CommitStatus.UNSPECIFIED))
 _METHOD = Label("method", RPC_METHODS)
 _COUNTER, _GAUGE, _HISTOGRAM = MetricKind.COUNTER, MetricKind.GAUGE, MetricKind.HISTOGRAM
 
@@ -300,7 +228,7 @@ _TIERS = (
         _GAUGE,
         "Memory of the ram tier: slots in use, slots that are free, slabs never cut, ends of slabs,"
         " headers. Their sum is what the pool has taken.",
-        (_label("state", PoolState),),
+        (label_of("state", PoolState),),
     ),
     Metric(
         "kvkeep_pool_padding_bytes", _GAUGE, "Bytes of used slots that their blocks do not fill."
@@ -385,7 +313,7 @@ _NVME = (
 )
 
 _INDEX = (
-    Metric("kvkeep_index_rows", _GAUGE, "Rows of the index.", (_label("row_state", RowState),)),
+    Metric("kvkeep_index_rows", _GAUGE, "Rows of the index.", (label_of("row_state", RowState),)),
     Metric("kvkeep_index_bytes", _GAUGE, "Memory of the index and of what policies keep."),
     Metric("kvkeep_index_rebuilds_total", _COUNTER, "Times that the index moved to a new table."),
     Metric(
@@ -408,7 +336,7 @@ _CLIENTS = (
         "kvkeep_namespaces_restricted",
         _GAUGE,
         "Namespace sets that are read-only or bypassed: `kvkeep namespace-mode`.",
-        (_label("mode", (NamespaceMode.READ_ONLY, NamespaceMode.BYPASS)),),
+        (label_of("mode", (NamespaceMode.READ_ONLY, NamespaceMode.BYPASS)),),
     ),
     Metric(
         "kvkeep_epochs_advanced_total",
@@ -458,6 +386,25 @@ _CLIENTS = (
     ),
 )
 
+_REMOTE = (
+    Metric("kvkeep_remote_sessions", _GAUGE, "Attached clients on other hosts."),
+    Metric("kvkeep_remote_sessions_limit", _GAUGE, "`remote.sessions_max`."),
+    Metric("kvkeep_remote_streams", _GAUGE, "Their open `Read` and `Write` streams."),
+    Metric("kvkeep_remote_streams_limit", _GAUGE, "`remote.streams_max`."),
+    Metric(
+        "kvkeep_remote_streams_refused_total",
+        _COUNTER,
+        "Streams that were told to come again, because of the limits of `[remote]`.",
+    ),
+    Metric(
+        "kvkeep_remote_streams_stalled_total",
+        _COUNTER,
+        "Streams that were ended because the client took or sent nothing.",
+    ),
+    Metric("kvkeep_remote_read_bytes_total", _COUNTER, "Payload that went to other hosts."),
+    Metric("kvkeep_remote_written_bytes_total", _COUNTER, "Payload that came from other hosts."),
+)
+
 _RPC = (
     Metric(
         "kvkeep_rpc_requests_total",
@@ -477,7 +424,17 @@ _RPC = (
 # In the order of the reference and of the page.
 CATALOG: Mapping[str, Metric] = {
     metric.name: metric
-    for metric in (*_DAEMON, *_READS, *_COMMITS, *_TIERS, *_NVME, *_INDEX, *_CLIENTS, *_RPC)
+    for metric in (
+        *_DAEMON,
+        *_READS,
+        *_COMMITS,
+        *_TIERS,
+        *_NVME,
+        *_INDEX,
+        *_CLIENTS,
+        *_REMOTE,
+        *_RPC,
+    )
 }
 
 

@@ -13,7 +13,8 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from kvkeep_server.core.histogram import HistogramValue
-from kvkeep_server.metrics.catalog import CATALOG, MetricKind, Reading
+from kvkeep_server.metrics.catalog import CATALOG
+from kvkeep_server.metrics.metric import MetricKind, Reading
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _STATUS = Path("/proc/self/status")

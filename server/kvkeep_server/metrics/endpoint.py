@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from kvkeep_server.core.clock import Clock
 from kvkeep_server.core.errors import FailedPreconditionError
 from kvkeep_server.core.settings_kinds import listen_address
-from kvkeep_server.metrics.catalog import Reading
 from kvkeep_server.metrics.collector import CONTENT_TYPE, process_readings, render
+from kvkeep_server.metrics.metric import Reading
 from kvkeep_server.metrics.readings import Readings
 
 _HEAD_NBYTES_MAX = 8192

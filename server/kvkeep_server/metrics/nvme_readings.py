@@ -4,15 +4,9 @@ from collections.abc import Iterator
 
 from kvkeep_server.core.histogram import AGE_BOUNDS_S, Histogram
 from kvkeep_server.core.results import MissReason, TierId
-from kvkeep_server.metrics.catalog import (
-    Demoted,
-    LogEvent,
-    Promoted,
-    Reading,
-    SegmentKind,
-    value_of,
-)
+from kvkeep_server.metrics.catalog import Demoted, LogEvent, Promoted, SegmentKind
 from kvkeep_server.metrics.hint_values import Prefetched
+from kvkeep_server.metrics.metric import Reading, value_of
 from kvkeep_server.tiering.held import Held
 from kvkeep_server.tiering.nvme_side import NvmeSide
 from kvkeep_server.tiers.nvme.directory import Counts

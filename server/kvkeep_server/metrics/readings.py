@@ -10,10 +10,12 @@ from typing import Protocol
 
 from kvkeep_server.core.histogram import Histogram
 from kvkeep_server.core.results import CommitStatus, MissReason, TierId
-from kvkeep_server.metrics.catalog import PoolState, Reading, RowState, value_of
+from kvkeep_server.metrics.catalog import PoolState, RowState
 from kvkeep_server.metrics.hint_values import Foreseen
+from kvkeep_server.metrics.metric import Reading, value_of
 from kvkeep_server.metrics.nvme_readings import nvme_readings
 from kvkeep_server.service.block_service import BlockService
+from kvkeep_server.service.streams import Streams
 from kvkeep_server.tiering.nvme_side import LocalTiers
 from kvkeep_server.tiers.ram.tier import RamStats
 
@@ -47,6 +49,21 @@ class CallCounts(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Doors:
+    """By which clients come in.
+
+    Attributes:
+        calls: Of the gRPC servers.
+        handover: The fd socket.
+        streams: Of clients on other hosts.
+    """
+
+    calls: CallCounts
+    handover: HandoverCounts
+    streams: Streams
+
+
+@dataclass(frozen=True, slots=True)
 class Facts:
     """What does not change while the daemon runs.
 
@@ -67,8 +84,7 @@ class Readings:
     Args:
         service: Reads, commits, sessions, leases, index.
         tiers: See `LocalTiers`.
-        calls: Of the gRPC server.
-        handover: Of the fd socket.
+        doors: See `Doors`.
         loop_lag: How late the loop wakes.
         facts: See `Facts`.
 
@@ -82,8 +98,7 @@ class Readings:
         *,
         service: BlockService,
         tiers: LocalTiers,
-        calls: CallCounts,
-        handover: HandoverCounts,
+        doors: Doors,
         loop_lag: Histogram,
         facts: Facts,
     ) -> None:
@@ -92,8 +107,7 @@ class Readings:
         self._service = service
         self._ram = tiers.ram
         self._nvme = tiers.nvme
-        self._calls = calls
-        self._handover = handover
+        self._doors = doors
         self.loop_lag = loop_lag
         self._facts = facts
 
@@ -108,6 +122,7 @@ class Readings:
             *self._foreseen(),
             *self._index(),
             *self._clients(),
+            *self._remote(),
             *self._rpc(),
         ]
 
@@ -187,7 +202,7 @@ class Readings:
         yield Reading("kvkeep_index_collisions_total", (), residency.collisions_total)
 
     def _clients(self) -> Iterator[Reading]:
-        service, handover = self._service, self._handover
+        service, handover = self._service, self._doors.handover
         sessions, leases = service.sessions, service.manager.leases
         yield Reading("kvkeep_sessions", (), len(sessions))
         yield Reading("kvkeep_sessions_opened_total", (), sessions.opened_total)
@@ -217,9 +232,18 @@ class Readings:
         yield Reading("kvkeep_pins_refused_total", (), pins.counts.refused)
         yield Reading("kvkeep_pins_expired_total", (), pins.counts.expired)
 
+    def _remote(self) -> Iterator[Reading]:
+        counts = self._doors.streams.counts
+        yield Reading("kvkeep_remote_sessions", (), self._service.sessions.remote)
+        yield Reading("kvkeep_remote_streams", (), self._doors.streams.running)
+        yield Reading("kvkeep_remote_streams_refused_total", (), counts.refused)
+        yield Reading("kvkeep_remote_streams_stalled_total", (), counts.stalled)
+        yield Reading("kvkeep_remote_read_bytes_total", (), counts.read_nbytes)
+        yield Reading("kvkeep_remote_written_bytes_total", (), counts.written_nbytes)
+
     def _rpc(self) -> Iterator[Reading]:
-        for (method, code), calls in self._calls.ended.items():
+        for (method, code), calls in self._doors.calls.ended.items():
             yield Reading("kvkeep_rpc_requests_total", (method, code), calls)
-        for (method, ok), seconds in self._calls.durations.items():
+        for (method, ok), seconds in self._doors.calls.durations.items():
             outcome = "ok" if ok else "error"
             yield Reading("kvkeep_rpc_duration_seconds", (method, outcome), seconds.value())

@@ -8,8 +8,9 @@ from kvkeep.v1 import admin_pb2_grpc as pb_grpc
 from kvkeep_server.core.errors import InvalidArgumentError
 from kvkeep_server.core.results import TierId
 from kvkeep_server.rpc import convert
-from kvkeep_server.rpc.calls import Context, not_served, unary
+from kvkeep_server.rpc.calls import Context, not_served, session_of, unary
 from kvkeep_server.service.block_service import BlockService
+from kvkeep_server.service.sessions import Sessions
 from kvkeep_server.tiering.nvme_side import LocalTiers, NvmeSide
 
 _PAGE_SIZE = 100
@@ -35,7 +36,10 @@ class AdminServicer(pb_grpc.AdminServicer):
         self._version = importlib.metadata.version("kvkeep")
 
     @unary
-    async def Stats(self, _request: pb.StatsRequest, _context: Context) -> pb.StatsResponse:
+    async def Stats(self, request: pb.StatsRequest, _context: Context) -> pb.StatsResponse:
+        return self.stats(request)
+
+    def stats(self, _request: pb.StatsRequest) -> pb.StatsResponse:
         service = self._service
         service.drain_touches()
         reads, commits, leases = (
@@ -162,3 +166,30 @@ class AdminServicer(pb_grpc.AdminServicer):
     async def Check(self, request: pb.CheckRequest, _context: Context) -> pb.CheckResponse:
         report = await self._service.checker.run(convert.check_order_of(request))
         return convert.check_message(report)
+
+
+class RemoteAdminServicer(pb_grpc.AdminServicer):
+    """What clients on other hosts get of it: the figures, and only with a session.
+
+    Args:
+        admin: Answers.
+        sessions: Who may ask.
+    """
+
+    def __init__(self, admin: AdminServicer, sessions: Sessions) -> None:
+        """See the class."""
+        self._admin = admin
+        self._sessions = sessions
+
+    @unary
+    async def Stats(self, request: pb.StatsRequest, context: Context) -> pb.StatsResponse:
+        session_of(self._sessions, context)
+        return self._admin.stats(request)
+
+    ListNamespaces = not_served("ListNamespaces on TCP (use the unix socket)")
+    SetNamespaceMode = not_served("SetNamespaceMode on TCP (use the unix socket)")
+    Explain = not_served("Explain on TCP (use the unix socket)")
+    Purge = not_served("Purge on TCP (use the unix socket)")
+    SetQuota = not_served("SetQuota on TCP (use the unix socket)")
+    Drain = not_served("Drain on TCP (use the unix socket)")
+    Check = not_served("Check on TCP (use the unix socket)")

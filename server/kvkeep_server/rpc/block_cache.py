@@ -9,7 +9,8 @@ from kvkeep.v1 import block_cache_pb2 as pb
 from kvkeep.v1 import block_cache_pb2_grpc as pb_grpc
 from kvkeep_server.rpc import convert
 from kvkeep_server.rpc.block_calls import BlockCalls
-from kvkeep_server.rpc.calls import Context, not_served, session_of, streamed, unary
+from kvkeep_server.rpc.calls import Context, session_of, streamed, token_of, unary
+from kvkeep_server.rpc.remote_calls import RemoteCalls
 from kvkeep_server.service.sessions import Session
 
 
@@ -18,11 +19,13 @@ class BlockCacheServicer(pb_grpc.BlockCacheServicer):
 
     Args:
         calls: Do the work.
+        remote: Do that for clients on other hosts.
     """
 
-    def __init__(self, calls: BlockCalls) -> None:
+    def __init__(self, calls: BlockCalls, remote: RemoteCalls) -> None:
         """See the class."""
         self._calls = calls
+        self._remote = remote
         self._service = calls.service
 
     def _session(self, context: Context) -> Session:
@@ -38,17 +41,24 @@ class BlockCacheServicer(pb_grpc.BlockCacheServicer):
     async def Attach(
         self, request: AsyncIterator[pb.AttachRequest], context: Context
     ) -> AsyncIterator[pb.AttachEvent]:
-        session = self._session(context)
-        heartbeats = asyncio.create_task(self._heartbeats(request, session))
+        beats = aiter(request)
+        if token_of(context) is None:
+            session = await self._remote.greet(beats, context.peer())
+        else:
+            session = self._session(context)
+        heartbeats = asyncio.create_task(self._heartbeats(beats, session))
         try:
             async for event in self._service.sessions.listen(session):
                 yield convert.event_message(event)
         finally:
             heartbeats.cancel()
+            if session.remote:
+                self._service.sessions.end(session.session_id, "client closed")
 
     async def _heartbeats(self, request: AsyncIterator[pb.AttachRequest], session: Session) -> None:
-        async for _ in request:
-            self._service.sessions.alive(session)
+        async for beat in request:
+            if isinstance(beat, pb.AttachRequest):  # or it was refused
+                self._service.sessions.alive(session)
 
     @unary
     async def Lookup(self, request: pb.LookupRequest, context: Context) -> pb.LookupResponse:
@@ -116,5 +126,14 @@ class BlockCacheServicer(pb_grpc.BlockCacheServicer):
             async for change in changes:
                 yield convert.change_message(change)
 
-    Read = not_served("Read: bytes for clients on other hosts")
-    Write = not_served("Write: bytes from clients on other hosts")
+    @unary
+    async def Read(  # type: ignore[override] # writes by itself, to see when a client takes nothing
+        self, request: pb.ReadRequest, context: Context
+    ) -> None:
+        await self._remote.read(self._session(context), request, context)
+
+    @unary
+    async def Write(
+        self, request: AsyncIterator[pb.WriteRequest], context: Context
+    ) -> pb.WriteResponse:
+        return await self._remote.write(self._session(context), aiter(request), context)

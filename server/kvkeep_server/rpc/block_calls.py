@@ -59,8 +59,12 @@ class BlockCalls:
 
     def lookup(self, session: Session, request: pb.LookupRequest) -> pb.LookupResponse:
         """Lookup."""
-        hints = convert.hints_of(request.hints)
-        opened, prefix = self.service.lookup(session, request.set_index, request.keys, hints)
+        index, keys = request.set_index, request.keys
+        if request.peek:
+            opened, prefix = self.service.peek(session, index, keys)
+        else:
+            hints = convert.hints_of(request.hints)
+            opened, prefix = self.service.lookup(session, index, keys, hints)
         return convert.lookup_message(opened, prefix)
 
     def acquire(

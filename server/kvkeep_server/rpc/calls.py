@@ -23,11 +23,22 @@ def session_of(sessions: Sessions, context: Context) -> Session:
     Raises:
         SessionUnknownError: None came, or no session has it.
     """
+    token = token_of(context)
+    if token is None:
+        msg = (
+            f"the call carries no {SESSION_KEY}; attach through the fd socket first, or from "
+            "another host with a hello on Attach"
+        )
+        raise SessionUnknownError(msg)
+    return sessions.get(token)
+
+
+def token_of(context: Context) -> bytes | None:
+    """What came with the call as a session token, if anything did."""
     for key, value in context.invocation_metadata() or ():
         if key == SESSION_KEY and isinstance(value, bytes):
-            return sessions.get(value)
-    msg = f"the call carries no {SESSION_KEY}; attach through the fd socket first"
-    raise SessionUnknownError(msg)
+            return value
+    return None
 
 
 async def refuse(context: Context, error: KVKeepError) -> NoReturn:
@@ -36,7 +47,7 @@ async def refuse(context: Context, error: KVKeepError) -> NoReturn:
     raise AssertionError  # abort raises
 
 
-def _accept(request: object) -> None:
+def accept(request: object) -> None:
     """Raises what `RequestGuard` put in the place of a request that it refused."""
     if isinstance(request, KVKeepError):
         raise request
@@ -51,7 +62,7 @@ def unary(
     @functools.wraps(method)
     async def call(self: object, request: Request, context: Context) -> Response:
         try:
-            _accept(request)
+            accept(request)
             return await method(self, request, context)
         except KVKeepError as error:
             await refuse(context, error)
@@ -67,7 +78,7 @@ def streamed(
     @functools.wraps(method)
     async def call(self: object, request: Request, context: Context) -> AsyncIterator[Response]:
         try:
-            _accept(request)
+            accept(request)
             async for response in method(self, request, context):
                 yield response
         except KVKeepError as error:

@@ -37,12 +37,13 @@ from kvkeep_server.index.layout import LAYOUT_VERSION
 from kvkeep_server.service.checking import CheckOrder, CheckReport
 from kvkeep_server.service.commit_orders import CommitOrder
 from kvkeep_server.service.namespaces import NamespaceSet, OpenedNamespace
-from kvkeep_server.service.sessions import Event
+from kvkeep_server.service.sessions import Event, HelloFacts
 from kvkeep_server.service.spec import GROUPS_MAX, SWITCHES_NBYTES_MAX, GroupSpec, NamespaceSpec
 from kvkeep_server.tiering.chain import Needed
 from kvkeep_server.tiering.manager import Arrived, Grant, Prefix
 from kvkeep_server.tiering.removal import Removed
 from kvkeep_server.tiering.residency import Residency
+from kvkeep_server.tiering.sending import Chunk, SendOrder
 from kvkeep_server.tiering.watching import Change
 
 RETRY_AFTER_KEY = "kvkeep-retry-after-ms"
@@ -69,6 +70,7 @@ _STOP_REASONS = _values(StopReason)
 _ACK_LEVELS = _values(AckLevel)
 _MODES = _values(NamespaceMode)
 _NO_HINTS = Hints()
+_LAYOUT_VERSIONS_MAX = 64
 
 
 def status_code(error: KVKeepError) -> grpc.StatusCode:
@@ -363,6 +365,44 @@ def commit_message(request: pb.CommitRequest, status: NDArray[np.uint8]) -> pb.C
         already_stored=there,
         refused=len(status) - stored - there,
         ack_level=request.ack_level or pb.ACK_LEVEL_RAM,
+    )
+
+
+def hello_of(message: pb.RemoteHello) -> HelloFacts:
+    """What a client on another host says of itself; nobody vouches for any of it."""
+    _few("hello.layout_versions", len(message.layout_versions), _LAYOUT_VERSIONS_MAX)
+    return HelloFacts(
+        client_name=message.client_name,
+        layout_versions=tuple(message.layout_versions),
+        staging_nbytes=message.staging_nbytes,
+        credential=message.credential,
+        uid=-1,
+        gid=-1,
+        pid=0,
+    )
+
+
+def send_order_of(request: pb.ReadRequest) -> SendOrder:
+    """A Read."""
+    return SendOrder(
+        request.lease_id,
+        request.rank,
+        request.group,
+        request.first_block,
+        request.blocks,
+        request.range_offset,
+        request.range_nbytes,
+    )
+
+
+def chunk_message(chunk: Chunk) -> pb.ReadResponse:
+    """One answer of Read."""
+    return pb.ReadResponse(
+        block=chunk.block,
+        offset=chunk.offset,
+        data=chunk.data,
+        status=pb.BlockStatus.ValueType(chunk.status),
+        crc32=chunk.crc32,
     )
 
 

@@ -12,6 +12,7 @@ import grpc
 from kvkeep_server.core.errors import InvalidArgumentError
 from kvkeep_server.core.keys import KEY_NBYTES_MAX
 from kvkeep_server.service.spec import GROUPS_MAX
+from kvkeep_server.service.writing import CHUNK_NBYTES_MAX
 
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
 
@@ -26,6 +27,8 @@ _STAGED_NBYTES = 12
 # Below this a message of nothing but fields takes 1 ms.
 _WALKED_NBYTES = 64 << 10
 _FIELDS_MAX = 64
+# Fields that hold a message in which there may be many.
+_INNER: Mapping[str, int] = {"Write": 1}
 # Their ids may come unpacked, and their limit is low.
 _MANY_FIELDS = frozenset({"Release", "Renew", "Unpin"})
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
@@ -56,6 +59,7 @@ class RequestLimits:
             "Release": leases,
             "Renew": leases,
             "Commit": keys + staged,
+            "Write": max(keys + staged, CHUNK_NBYTES_MAX) + _REST_NBYTES,
         }
         self._of = {name: min(nbytes, message_nbytes_max) for name, nbytes in of.items()}
         self._others = min(_SMALL_NBYTES, message_nbytes_max)
@@ -79,7 +83,7 @@ class RequestLimits:
         """Why a request is not even parsed; None = it may be."""
         refused = self.too_large(name, len(payload))
         walked = len(payload) > _WALKED_NBYTES and name not in _MANY_FIELDS
-        if refused is None and walked and not _few_fields(payload):
+        if refused is None and walked and not _few_fields(payload, _INNER.get(name)):
             return InvalidArgumentError(
                 "request",
                 f"a {name} of {len(payload)} bytes with more than {_FIELDS_MAX} fields",
@@ -89,9 +93,10 @@ class RequestLimits:
         return refused
 
 
-def _few_fields(message: bytes) -> bool:
-    """Whether an encoded message has at most `_FIELDS_MAX` fields, those in it not counted; what is
-    no message has none more than were found."""
+def _few_fields(message: bytes, inner: int | None) -> bool:
+    """Whether an encoded message has at most `_FIELDS_MAX` fields, those in it not counted, but for
+    each field of the number `inner` by itself; what is no message has none more than were
+    found."""
     at = 0
     for _ in range(_FIELDS_MAX + 1):
         if at >= len(message):
@@ -102,6 +107,8 @@ def _few_fields(message: bytes) -> bool:
             _, at = _varint(message, at)
         elif kind == _LENGTH:
             nbytes, at = _varint(message, at)
+            if tag >> 3 == inner and not _few_fields(message[at : at + nbytes], None):
+                return False
             at += nbytes
         elif kind in _FIXED_NBYTES:
             at += _FIXED_NBYTES[kind]
@@ -124,10 +131,10 @@ def _varint(message: bytes, at: int) -> tuple[int, int]:
 
 
 class RequestGuard(grpc.aio.ServerInterceptor):
-    """Holds the single requests of our services to their limits before they are parsed.
+    """Holds the requests of our services to their limits before they are parsed.
 
     A method gets an `InvalidArgumentError` in place of a request that is refused, and raises it
-    (`calls.unary`): gRPC has no better answer to a request that cannot be read than INTERNAL.
+    (`calls.accept`): gRPC has no better answer to a request that cannot be read than INTERNAL.
 
     Args:
         methods: Full names, "/kvkeep.v1.BlockCache/Acquire"; others are not ours.
@@ -146,7 +153,7 @@ class RequestGuard(grpc.aio.ServerInterceptor):
         """See `grpc.aio.ServerInterceptor`."""
         handler = await continuation(handler_call_details)
         name = self._names.get(handler_call_details.method)
-        if handler is None or name is None or handler.request_streaming:
+        if handler is None or name is None:
             return handler
         guarded = self._guarded.get(handler_call_details.method)
         if guarded is None:
@@ -160,6 +167,9 @@ class RequestGuard(grpc.aio.ServerInterceptor):
         def parse_bounded(payload: bytes) -> object:
             return limits.refusal(name, payload) or parse(payload)
 
-        kind = "unary_stream" if handler.response_streaming else "unary_unary"
+        kind = "_".join(
+            "stream" if streaming else "unary"
+            for streaming in (handler.request_streaming, handler.response_streaming)
+        )
         make = getattr(grpc, f"{kind}_rpc_method_handler")
         return make(getattr(handler, kind), parse_bounded, handler.response_serializer)

@@ -1,6 +1,9 @@
 """The gRPC server as a whole: our two services, and the stock ones for health and reflection."""
 
+import asyncio
+import logging
 import os
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import grpc
@@ -9,9 +12,9 @@ from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
 from kvkeep.v1 import admin_pb2, admin_pb2_grpc, block_cache_pb2, block_cache_pb2_grpc
-from kvkeep_server.rpc.admin import AdminServicer
+from kvkeep_server.core.errors import FailedPreconditionError
+from kvkeep_server.core.settings_kinds import listen_address
 from kvkeep_server.rpc.block_cache import BlockCacheServicer
-from kvkeep_server.rpc.block_calls import BlockCalls
 from kvkeep_server.rpc.call_limit import CallLimit, CallLimits
 from kvkeep_server.rpc.interceptors import CallMeter
 from kvkeep_server.rpc.request_limits import RequestGuard, RequestLimits
@@ -31,43 +34,62 @@ _RAM, _NVME = "kvkeep.tier.ram", "kvkeep.tier.nvme"
 _SENT_NBYTES_MAX = 64 << 20
 # gRPC's own limit sheds calls with CANCELLED; we refuse with RESOURCE_EXHAUSTED instead.
 _PENDING_MAX = 1 << 20
+# What gRPC buffers of a stream that nobody reads: without these, up to 16 MiB. A connection of
+# which nothing is heard ends after half a minute.
+_BOUNDED_CONNECTIONS = (
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", 1 << 20),
+    ("grpc.max_concurrent_streams", 4096),
+    ("grpc.server_handshake_timeout_ms", 5000),
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+)
+
+_log = logging.getLogger(__name__)
 
 
-class Server:
-    """Serves on one unix socket.
+@dataclass(frozen=True, slots=True)
+class Front:
+    """What servers are made of.
 
-    Args:
-        calls: Of engines.
+    Attributes:
+        blocks: Of engines.
         admin: Of operators.
         meter: Counts the calls of `METHODS`.
         limits: Of requests.
         running: How many calls at a time.
     """
 
-    def __init__(
-        self,
-        *,
-        calls: BlockCalls,
-        admin: AdminServicer,
-        meter: CallMeter,
-        limits: RequestLimits,
-        running: CallLimits,
-    ) -> None:
+    blocks: BlockCacheServicer
+    admin: admin_pb2_grpc.AdminServicer
+    meter: CallMeter
+    limits: RequestLimits
+    running: CallLimits
+
+
+class Server:
+    """Serves on one unix socket, or on one TCP port.
+
+    Args:
+        front: See there.
+    """
+
+    def __init__(self, front: Front) -> None:
         """See the class. Needs a running loop, as grpc.aio does."""
         options = [
-            ("grpc.max_receive_message_length", limits.message_nbytes_max),
+            ("grpc.max_receive_message_length", front.limits.message_nbytes_max),
             ("grpc.max_send_message_length", _SENT_NBYTES_MAX),
             ("grpc.server.max_pending_requests", _PENDING_MAX),
             ("grpc.server.max_pending_requests_hard_limit", _PENDING_MAX),
             ("grpc.so_reuseport", 0),
+            *_BOUNDED_CONNECTIONS,
         ]
-        guard = RequestGuard(methods=METHODS, limits=limits)
-        limit = CallLimit(methods=METHODS, limits=running)
-        self._server = grpc.aio.server(options=options, interceptors=[meter, limit, guard])
-        block_cache_pb2_grpc.add_BlockCacheServicer_to_server(
-            BlockCacheServicer(calls), self._server
-        )
-        admin_pb2_grpc.add_AdminServicer_to_server(admin, self._server)
+        guard = RequestGuard(methods=METHODS, limits=front.limits)
+        limit = CallLimit(methods=METHODS, limits=front.running)
+        interceptors = [front.meter, limit, guard]
+        self._server = grpc.aio.server(options=options, interceptors=interceptors)
+        block_cache_pb2_grpc.add_BlockCacheServicer_to_server(front.blocks, self._server)
+        admin_pb2_grpc.add_AdminServicer_to_server(front.admin, self._server)
         self._health = health_aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflected = (*_SERVICES, "grpc.health.v1.Health", reflection.SERVICE_NAME)
@@ -78,6 +100,17 @@ class Server:
         self._server.add_insecure_port(f"unix:{path}")
         await self._server.start()
         os.chmod(path, mode)
+
+    async def start_remote(self, host: str, port: int) -> int:
+        """Listens on TCP, in plain text; the port.
+
+        Raises:
+            RuntimeError: It cannot.
+        """
+        address = f"[{host}]" if ":" in host else host
+        bound = self._server.add_insecure_port(f"{address}:{port}")
+        await self._server.start()
+        return bound
 
     async def say_serving(self) -> None:
         """Health: SERVING."""
@@ -97,3 +130,67 @@ class Server:
     async def stop(self, grace_s: float) -> None:
         """Refuses new calls, waits for running ones, ends the rest."""
         await self._server.stop(grace_s)
+
+
+class Servers:
+    """All that listens with gRPC: the unix socket, and TCP for other hosts where that is wanted.
+
+    Args:
+        front: Of the unix socket.
+        remote_admin: What operators' calls do on TCP, instead.
+        remote_listen: Address and port; empty = no TCP.
+        beyond_loopback: Whether others than this host may reach that.
+    """
+
+    def __init__(
+        self,
+        front: Front,
+        *,
+        remote_admin: admin_pb2_grpc.AdminServicer,
+        remote_listen: str,
+        beyond_loopback: bool,
+    ) -> None:
+        """See the class. Needs a running loop."""
+        self._local = Server(front)
+        self._remote = Server(replace(front, admin=remote_admin)) if remote_listen else None
+        self._remote_listen = remote_listen
+        self._beyond_loopback = beyond_loopback
+        self._all = [self._local] if self._remote is None else [self._local, self._remote]
+
+    async def start(self, path: Path, mode: int) -> None:
+        """Listens.
+
+        Raises:
+            FailedPreconditionError: Not on TCP.
+            RuntimeError: Not on the unix socket.
+        """
+        await self._local.start(path, mode)
+        if self._remote is not None:
+            host, port = listen_address(self._remote_listen)
+            try:
+                bound = await self._remote.start_remote(host, port)
+            except RuntimeError as error:
+                msg = f"remote.listen is {self._remote_listen}: taken, or not of this host"
+                raise FailedPreconditionError(f"{msg}; name another address or port") from error
+            _log.info("remote", extra={"host": host, "port": bound})
+            if self._beyond_loopback:
+                _log.warning("remote: plain text, and open to all who reach it")
+
+    async def say_serving(self) -> None:
+        """See `Server`."""
+        for server in self._all:
+            await server.say_serving()
+
+    async def say_nvme(self, *, well: bool) -> None:
+        """See `Server`."""
+        for server in self._all:
+            await server.say_nvme(well=well)
+
+    async def say_draining(self) -> None:
+        """See `Server`."""
+        for server in self._all:
+            await server.say_draining()
+
+    async def stop(self, grace_s: float) -> None:
+        """See `Server`."""
+        await asyncio.gather(*(server.stop(grace_s) for server in self._all))

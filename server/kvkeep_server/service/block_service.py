@@ -180,6 +180,11 @@ class BlockService:
             return opened, self.manager.find_nothing(ReadCall.LOOKUP, len(batch), hidden)
         return opened, self.manager.lookup(opened.spaces, batch, hints)
 
+    def peek(self, session: Session, set_index: int, keys: bytes) -> tuple[OpenedNamespace, Prefix]:
+        """As `lookup`, before a store: no use of the blocks, and not counted."""
+        opened = self._opened(session, set_index)
+        return opened, self.manager.peek(opened.spaces, self._keys(opened, keys))
+
     def acquire(
         self,
         session: Session,
@@ -312,11 +317,25 @@ class BlockService:
         Not to be cancelled: what was begun is sealed or given back whole, also when its caller is
         gone.
         """
+        return self.begin_batch(session, order.set_index, self.batch(session, order))
+
+    def batch(self, session: Session, order: CommitOrder) -> CommitBatch:
+        """What a commit asks for, checked; its blocks lie in the session's staging, or will."""
+        opened = self._opened(session, order.set_index)
+        served = [AckLevel.UNSPECIFIED, AckLevel.RAM]
+        served += [AckLevel.NVME] if self.commits.writes_through else []
+        if order.ack_level not in served:
+            msg = f"ack level {order.ack_level.name}: no such tier is configured; use RAM"
+            raise FailedPreconditionError(msg)
+        keys = self._keys(opened, order.keys)
+        return batch_of(order, opened, keys, session.staging.buffer)
+
+    def begin_batch(self, session: Session, set_index: int, batch: CommitBatch) -> asyncio.Task[U8]:
+        """The rest of `begin_commit`."""
         if self._finishing:
             msg = "the daemon is about to stop and takes no more commits"
             raise TierUnavailableError(msg)
-        opened = self._opened(session, order.set_index)
-        batch = self._batch(session, opened, order)
+        opened = self._opened(session, set_index)
         if len(self._running) >= self.limits.commits_running_max:
             running_max = self.limits.commits_running_max
             msg = f"limits.commits_running_max = {running_max} commits are running"
@@ -359,14 +378,6 @@ class BlockService:
         finally:
             opened.namespace_set.working -= 1
 
-    def _batch(self, session: Session, opened: OpenedNamespace, order: CommitOrder) -> CommitBatch:
-        served = [AckLevel.UNSPECIFIED, AckLevel.RAM]
-        served += [AckLevel.NVME] if self.commits.writes_through else []
-        if order.ack_level not in served:
-            msg = f"ack level {order.ack_level.name}: no such tier is configured; use RAM"
-            raise FailedPreconditionError(msg)
-        return batch_of(order, opened, self._keys(opened, order.keys), session.staging.buffer)
-
     def _opened(self, session: Session, set_index: int) -> OpenedNamespace:
         if set_index not in session.opened:
             msg = f"namespace set {set_index} is not open in this session; call OpenNamespace"
@@ -398,6 +409,8 @@ class BlockService:
         """Credits the look-ups that clients answered by themselves."""
         steps_left = _CHAIN_STEPS_A_DRAIN
         for session in self.sessions:
+            if session.ring is None:
+                continue
             drained = session.ring.drain(_TOUCHES_A_DRAIN)
             self.touches.lost += drained.lost
             self.touches.invalid += drained.torn
@@ -409,6 +422,8 @@ class BlockService:
     def part(self, session: Session) -> None:
         """Keeps what the client of a session that ends looked up since the last drain, for the next
         ones: its ring goes with it."""
+        if session.ring is None:
+            return
         drained = session.ring.drain(_PARTING_TOUCHES)
         records = drained.records.tolist()[: _PARTING_TOUCHES_MAX - len(self._parting)]
         self.touches.lost += drained.lost + len(drained.records) - len(records)

@@ -76,29 +76,42 @@ class SessionMemory:
         self._huge_pages.make(staging)
         return staging, ring, fds
 
-    def free(self, staging: Memfd, ring: TouchRing) -> None:
+    async def make_staging(self, nbytes: int) -> Memfd:
+        """Staging of this size alone, as `make` does, for a client that maps nothing.
+
+        Raises:
+            ResourceExhaustedError: No memory or descriptors.
+        """
+        staging = await asyncio.to_thread(self._allocate_staging, nbytes)
+        self._huge_pages.make(staging)
+        return staging
+
+    def free(self, staging: Memfd, ring: TouchRing | None) -> None:
         """Gives a session's memory back; nobody may use it any more.
 
         Staging in a thread: the event loop would stand still for 0.25 s a GiB. Memory for new
         sessions is made by the same threads, behind it.
         """
-        ring.close()
+        if ring is not None:
+            ring.close()
         self._executor.submit(staging.discard)
 
     def _allocate(self, nbytes: int) -> tuple[Memfd, TouchRing]:
         """A session's memory, mapped and warm: both or none."""
+        staging = self._allocate_staging(nbytes)
         try:
-            staging = create_sealed(
-                "kvkeep-staging",
-                nbytes,
-                future_write_seal=False,
-                touch=True,
-            )
-            try:
-                return staging, TouchRing(records=self._touch_records)
-            except BaseException:
-                staging.close()
-                raise
+            return staging, TouchRing(records=self._touch_records)
+        except OSError as error:
+            staging.close()
+            raise _no_memory(nbytes, error) from error
+        except BaseException:
+            staging.close()
+            raise
+
+    @staticmethod
+    def _allocate_staging(nbytes: int) -> Memfd:
+        try:
+            return create_sealed("kvkeep-staging", nbytes, future_write_seal=False, touch=True)
         except OSError as error:
             raise _no_memory(nbytes, error) from error
 

@@ -1,14 +1,15 @@
 """Who is attached: their token, staging, touch ring, events; and when a session is over.
 
-A session is the fd socket's connection. EOF there ends it at once (a killed client); silence for
-`timeout_s` ends it too (a stopped one). What it held comes back: its leases now, its staging memory
-when the copies that run from it are done.
+A session is the fd socket's connection, or for a client on another host its Attach stream. EOF
+there ends it at once (a killed client); silence for `timeout_s` ends it too (a stopped one). What
+it held comes back: its leases now, its staging memory when the copies that run from it are done.
 """
 
 import asyncio
+import contextlib
 import random
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -65,7 +66,7 @@ class Event:
 
     sequence: int
     name: str
-    values: dict[str, int]
+    values: Mapping[str, int | bytes]
 
 
 class FdSender(Protocol):
@@ -88,8 +89,8 @@ class Session:
         session_id: Counts from 1.
         token: 32 random bytes.
         facts: Of its hello.
-        staging: Its staging memory.
-        ring: Its touch ring.
+        staging: Its staging memory; of a client on another host only the daemon maps it.
+        ring: Its touch ring; None of a client on another host, which shares no memory.
         seen_s: Monotonic seconds of its last sign of life.
         opened: Handles of the namespace sets that it opened.
         events: Waiting for its Attach stream.
@@ -104,7 +105,7 @@ class Session:
     token: bytes = field(repr=False)
     facts: HelloFacts
     staging: Memfd
-    ring: TouchRing
+    ring: TouchRing | None
     seen_s: float
     opened: set[int] = field(default_factory=set)
     events: deque[Event] = field(default_factory=deque)
@@ -114,16 +115,39 @@ class Session:
     attach_number: int = 0
     over: bool = False
 
+    @property
+    def remote(self) -> bool:
+        """Whether its client is on another host."""
+        return self.ring is None
+
 
 @dataclass(frozen=True, slots=True)
 class SessionLimits:
-    """Limits of sessions; names as in the configuration's `[sessions]`."""
+    """Limits of sessions; names as in the configuration's `[sessions]` and `[remote]`."""
 
     timeout_s: float
     staging_nbytes: int
     staging_max_nbytes: int
     staging_total_max_nbytes: int
     sessions_max: int
+    remote_max: int
+    remote_staging_max_nbytes: int
+
+
+@dataclass(slots=True)
+class _Share:
+    """What clients on other hosts have."""
+
+    sessions: int = 0
+    nbytes: int = 0
+
+    def add(self, nbytes: int) -> None:
+        self.sessions += 1
+        self.nbytes += nbytes
+
+    def take(self, nbytes: int) -> None:
+        self.sessions -= 1
+        self.nbytes -= nbytes
 
 
 class Sessions:
@@ -160,6 +184,7 @@ class Sessions:
         self._opening = 0
         self._next_id = 1
         self._staging_nbytes = 0
+        self._remote = _Share()
         self.sender: FdSender | None = None
         self.ended_total = 0
 
@@ -177,6 +202,11 @@ class Sessions:
         return self._next_id - 1
 
     @property
+    def remote(self) -> int:
+        """Sessions of clients on other hosts, ended ones with running copies included."""
+        return self._remote.sessions
+
+    @property
     def staging_nbytes(self) -> int:
         """Staging memory of all sessions, ended ones with running copies included."""
         return self._staging_nbytes
@@ -190,16 +220,43 @@ class Sessions:
             ResourceExhaustedError: Too many sessions, or too much staging.
         """
         nbytes = self._checked_staging(facts)
-        # Claimed before the wait, so that hellos that meet cannot pass a limit together.
+        with self._claimed(nbytes):
+            staging, ring, fds = await self._memory.make(nbytes)
+        session = self._begin(facts, staging, ring)
+        return Welcome(session.session_id, session.token, self._server_epoch, fds)
+
+    async def open_remote(self, facts: HelloFacts) -> Session:
+        """As `open`, for a client on another host: what it has of shared memory is its staging,
+        which only the daemon maps.
+
+        Raises:
+            ResourceExhaustedError: Also when clients on other hosts have what they may.
+        """
+        nbytes = self._checked_staging(facts)
+        self._check_remote(nbytes)
+        self._remote.add(nbytes)
+        try:
+            with self._claimed(nbytes):
+                staging = await self._memory.make_staging(nbytes)
+        except BaseException:
+            self._remote.take(nbytes)
+            raise
+        return self._begin(facts, staging, None)
+
+    @contextlib.contextmanager
+    def _claimed(self, nbytes: int) -> Iterator[None]:
+        """Claims before a wait, so that hellos that meet cannot pass a limit together."""
         self._opening += 1
         self._staging_nbytes += nbytes
         try:
-            staging, ring, fds = await self._memory.make(nbytes)
+            yield
         except BaseException:
             self._staging_nbytes -= nbytes
             raise
         finally:
             self._opening -= 1
+
+    def _begin(self, facts: HelloFacts, staging: Memfd, ring: TouchRing | None) -> Session:
         session = Session(
             self._next_id,
             self._source.randbytes(TOKEN_NBYTES),
@@ -211,7 +268,19 @@ class Sessions:
         self._next_id += 1
         self._by_id[session.session_id] = session
         self._by_token[session.token] = session
-        return Welcome(session.session_id, session.token, self._server_epoch, fds)
+        return session
+
+    def _check_remote(self, nbytes: int) -> None:
+        limits, share = self.limits, self._remote
+        if share.sessions >= limits.remote_max:
+            msg = f"remote.sessions_max = {limits.remote_max} are attached; raise it or end some"
+            raise ResourceExhaustedError(msg, retry_after_s=1.0)
+        if share.nbytes + nbytes > limits.remote_staging_max_nbytes:
+            msg = (
+                f"staging of clients on other hosts would be {share.nbytes + nbytes} bytes, "
+                f"remote.staging_total_max is {limits.remote_staging_max_nbytes}; ask for less"
+            )
+            raise ResourceExhaustedError(msg, retry_after_s=1.0)
 
     def _checked_staging(self, facts: HelloFacts) -> int:
         if LAYOUT_VERSION not in facts.layout_versions:
@@ -292,7 +361,12 @@ class Sessions:
         session.attach_number += 1
         number = session.attach_number
         timeout_ms = round(self.limits.timeout_s * 1000)
-        values = {"server_epoch": self._server_epoch, "session_timeout_ms": timeout_ms}
+        values: dict[str, int | bytes] = {
+            "server_epoch": self._server_epoch,
+            "session_timeout_ms": timeout_ms,
+        }
+        if session.remote:
+            values |= {"session_token": session.token, "staging_nbytes": session.staging.nbytes}
         self.tell(session, "attached", values)
         while True:
             if session.attach_number != number:
@@ -323,11 +397,18 @@ class Sessions:
 
     def _free_memory(self, session: Session) -> None:
         if session.copies == 0:
-            self._staging_nbytes -= session.staging.nbytes
+            nbytes = session.staging.nbytes
+            self._staging_nbytes -= nbytes
+            if session.remote:
+                self._remote.take(nbytes)
             self._memory.free(session.staging, session.ring)
 
     def tell(
-        self, session: Session, name: str, values: dict[str, int], fds: list[FdOffer] | None = None
+        self,
+        session: Session,
+        name: str,
+        values: Mapping[str, int | bytes],
+        fds: list[FdOffer] | None = None,
     ) -> None:
         """Queues an event for one session, its descriptors first. A session that does not listen is
         ended."""
@@ -346,8 +427,11 @@ class Sessions:
         self, name: str, values: dict[str, int], offers: Callable[[], list[FdOffer]] | None = None
     ) -> None:
         """Queues an event for every session; `offers` makes fresh descriptors for each. A session
-        for which there are none is ended: it would miss what they bring for ever."""
+        for which there are none is ended: it would miss what they bring for ever. Clients on other
+        hosts have no use for an event that brings descriptors."""
         for session in self:
+            if offers and session.remote:
+                continue
             try:
                 fds = offers() if offers else None
             except OSError as error:

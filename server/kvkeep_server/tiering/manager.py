@@ -288,9 +288,7 @@ class TierManager:
         """Longest usable prefix; counts as a use of its blocks."""
         chain = Chain.of(self.residency, spaces, keys)
         self._touch(chain, hints)
-        prefix = self._prefix(chain, keys, self._in_ram(chain, chain.blocks))
-        groups = range(len(spaces.groups) + len({space.group for space in spaces.local}))
-        prefix = replace(prefix, groups=tuple(map(chain.of_group, groups)))
+        prefix = self._found(chain, spaces, keys)
         self.counts.lookup.add(len(keys), prefix.blocks, prefix.ended, on_nvme=prefix.on_nvme)
         return prefix
 
@@ -298,6 +296,15 @@ class TierManager:
         """As a read of a namespace set that answers nothing, whatever is there."""
         self.counts.by_call()[call].add(keys, 0, reason)
         return Prefix(0, reason, 0.0)
+
+    def peek(self, spaces: KeyspaceSet, keys: KeyBatch) -> Prefix:
+        """As `lookup`, of somebody who is about to store: counts as nothing."""
+        return self._found(Chain.of(self.residency, spaces, keys), spaces, keys)
+
+    def _found(self, chain: Chain, spaces: KeyspaceSet, keys: KeyBatch) -> Prefix:
+        prefix = self._prefix(chain, keys, self._in_ram(chain, chain.blocks))
+        groups = range(len(spaces.groups) + len({space.group for space in spaces.local}))
+        return replace(prefix, groups=tuple(map(chain.of_group, groups)))
 
     def _touch(self, chain: Chain, hints: Hints) -> None:
         """A request used the usable prefix."""

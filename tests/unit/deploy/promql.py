@@ -4,7 +4,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvkeep_server.metrics.catalog import CATALOG, Metric, MetricKind
+from kvkeep_server.metrics.catalog import CATALOG
+from kvkeep_server.metrics.metric import Metric, MetricKind
 
 FUNCTIONS = {"absent", "count", "histogram_quantile", "increase", "rate", "sum"}
 KEYWORDS = {"and", "or", "unless"}

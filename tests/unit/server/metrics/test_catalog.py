@@ -9,12 +9,8 @@ import pytest
 
 from kvkeep_server.cli.config import metrics_lines
 from kvkeep_server.core.results import CommitStatus, MissReason, TierId
-from kvkeep_server.metrics.catalog import (
-    CATALOG,
-    MetricKind,
-    series_max,
-    value_of,
-)
+from kvkeep_server.metrics.catalog import CATALOG, series_max
+from kvkeep_server.metrics.metric import MetricKind, value_of
 from kvkeep_server.metrics.rpc_names import RPC_CODES, RPC_METHODS
 from kvkeep_server.rpc.server import METHODS
 

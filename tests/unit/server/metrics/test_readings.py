@@ -11,11 +11,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from kvkeep_server.core.clock import SystemClock
 from kvkeep_server.core.errors import KVKeepError, ResourceExhaustedError
 from kvkeep_server.core.histogram import DURATION_BOUNDS_S, Histogram
-from kvkeep_server.metrics.catalog import CATALOG, MetricKind
+from kvkeep_server.metrics.catalog import CATALOG
 from kvkeep_server.metrics.collector import process_readings, render
-from kvkeep_server.metrics.readings import Facts, Readings
+from kvkeep_server.metrics.metric import MetricKind
+from kvkeep_server.metrics.readings import Doors, Facts, Readings
+from kvkeep_server.service.streams import StreamLimits, Streams
 from kvkeep_server.tiering.nvme_side import LocalTiers
 from tests.fakes.core_harness import Harness, keys_of, spec
 from tests.fakes.scraping import Page
@@ -30,6 +33,8 @@ LIMITS = (
     "pins_limit",
     "pinned_limit_bytes",
     "watchers_limit",
+    "remote_sessions_limit",
+    "remote_streams_limit",
 )
 FACTS = Facts(
     ("0.1.0", "3.11"),
@@ -43,8 +48,11 @@ def readings_of(core, calls=None) -> Readings:
     return Readings(
         service=core.service,
         tiers=LocalTiers(core.ram, core.nvme),
-        calls=calls or SimpleNamespace(ended={("Admin/Stats", "OK"): 0}, durations=durations),
-        handover=SimpleNamespace(refused_total=3, dropped_total=4),
+        doors=Doors(
+            calls or SimpleNamespace(ended={("Admin/Stats", "OK"): 0}, durations=durations),
+            SimpleNamespace(refused_total=3, dropped_total=4),
+            Streams(limits=StreamLimits(4, 2, 1.0), clock=SystemClock()),
+        ),
         loop_lag=Histogram(DURATION_BOUNDS_S),
         facts=FACTS,
     )

@@ -29,6 +29,8 @@ LIMITS = SessionLimits(
     staging_max_nbytes=64 * PAGE,
     staging_total_max_nbytes=100 * PAGE,
     sessions_max=4,
+    remote_max=2,
+    remote_staging_max_nbytes=20 * PAGE,
 )
 
 
