@@ -1,9 +1,10 @@
-"""The client: attaches to the daemon of this host and opens namespaces. Synchronous."""
+"""The client: attaches to a daemon and opens namespaces. Synchronous."""
 
 from __future__ import annotations
 
 import os
 import platform
+import re
 import threading
 import weakref
 from contextlib import suppress
@@ -14,6 +15,7 @@ from kvkeep.errors import UnavailableError
 from kvkeep.forking import CHILD_MAY_USE_GRPC, REFUSAL
 from kvkeep.keeper import SessionKeeper
 from kvkeep.namespace import Namespace
+from kvkeep.remote import RemoteSession
 from kvkeep.results import Health
 from kvkeep.session import FD_SOCKET_NAME, Session, SessionSettings
 from kvkeep.spec import (
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 _ORDERED_MACHINES: Final = frozenset({"x86_64", "AMD64"})
 _SOCKET_PATH_NBYTES_MAX: Final = 107
 _CLIENT_NAME_NBYTES_MAX: Final = 256
+_ADDRESS: Final = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9.-]+):[0-9]{1,5}")
 _FALLBACK_PARENT: Final = Path("/tmp")  # noqa: S108 - another user's directory is refused
 
 
@@ -71,7 +74,8 @@ class Client:
         _clients.add(self)
 
     def _open_session(self) -> Session:
-        session = Session(
+        kind = RemoteSession if self._settings.address else Session
+        session = kind(
             self._settings, on_over=lambda: self._keeper.later(self._open_present_epochs)
         )
         session.open()
@@ -214,15 +218,18 @@ class Client:
 def connect(
     runtime_dir: str | os.PathLike[str] | None = None,
     *,
+    address: str | None = None,
     client_name: str = "",
     staging_nbytes: int = 0,
     timeout_s: float = 2.0,
 ) -> Client:
-    """Attach to the daemon of this host.
+    """Attach to the daemon of this host, or to one on another.
 
     `runtime_dir` is where its sockets are: None = $XDG_RUNTIME_DIR/kvkeep, or /tmp/kvkeep-<uid>
     without that variable, as `kvkeep serve` has it; the latter only if it is this user's and no
-    one else may write to it. `client_name` is shown to operators, at most
+    one else may write to it. `address` is that of a daemon on another host instead, "host:port",
+    where it has `remote.listen`: the same calls, at the speed of the network; look-ups and reads
+    then are calls, too. `client_name` is shown to operators, at most
     256 bytes. `staging_nbytes` is the room for blocks on their way in, 0 = the daemon's default.
     `timeout_s` is the deadline of attaching, and of every call that names none.
 
@@ -236,16 +243,28 @@ def connect(
     if _forked_in_vain:
         raise UnavailableError(REFUSAL)
     check_text("client_name", client_name, required=False, nbytes_max=_CLIENT_NAME_NBYTES_MAX)
+    if address is not None:
+        _check_address(address, runtime_dir)
     settings = SessionSettings(
         runtime_dir=_checked_dir(_default_runtime_dir() if runtime_dir is None else runtime_dir),
+        address=address or "",
         client_name=client_name,
         staging_nbytes=check_number("staging_nbytes", staging_nbytes, 0, U64_MAX),
         timeout_s=check_seconds("timeout_s", timeout_s, zero=False),
-        private_dir=runtime_dir is None and not _session_dir(),
+        private_dir=address is None and runtime_dir is None and not _session_dir(),
     )
     client = Client(settings, machine=platform.machine())
     client.attach()
     return client
+
+
+def _check_address(address: str, runtime_dir: str | os.PathLike[str] | None) -> None:
+    if not isinstance(address, str) or not _ADDRESS.fullmatch(address):
+        allowed = '"host:port", an IPv6 address in brackets'
+        raise invalid("address", address, allowed, "give that of the daemon's remote.listen")
+    if runtime_dir is not None:
+        fix = "give one of them"
+        raise invalid("runtime_dir", str(runtime_dir), "None with an address", fix)
 
 
 def _session_dir() -> str:

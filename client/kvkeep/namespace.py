@@ -16,10 +16,10 @@ from kvkeep.convert import (
     open_request,
     pack_keys,
 )
-from kvkeep.copying import copy_blocks, targets_of
+from kvkeep.copying import targets_of
 from kvkeep.errors import DeadlineError, InvalidArgumentError, KVKeepError, UnavailableError
 from kvkeep.leases import Acquired, shared_response
-from kvkeep.opened import Opened
+from kvkeep.remote_opened import opened_in
 from kvkeep.results import (
     NOTHING_FOUND,
     CommitResult,
@@ -28,7 +28,7 @@ from kvkeep.results import (
     RemovalStatus,
 )
 from kvkeep.shared_index import Words
-from kvkeep.spec import GroupKind, Hints, check_hints, check_seconds, deadline_of, invalid
+from kvkeep.spec import GroupKind, check_hints, check_seconds, deadline_of, invalid
 from kvkeep.store import Pipeline, Store, ack_level, parent_before, sources_of, summed
 from kvkeep.tickets import AcquireTicket
 from kvkeep.upkeep import Upkeep
@@ -40,17 +40,15 @@ if TYPE_CHECKING:
     from kvkeep.convert import Keys
     from kvkeep.copying import Targets
     from kvkeep.keeper import SessionKeeper
+    from kvkeep.opened import Opened
     from kvkeep.session import Session
-    from kvkeep.spec import NamespaceSpec
+    from kvkeep.spec import Hints, NamespaceSpec
     from kvkeep.tickets import Tickets
 
 Ack: TypeAlias = Literal["ram", "nvme", "remote"]
-_NO_HINTS = Hints()
-_LOOKED_UP = _NO_HINTS.touch_fields(blocks_read=False)
 # Of a call's time, that the daemon may spend waiting for a slow tier: its answer needs some too.
 _WAIT_SHARE = 0.8
 _OPENED_ANEW = "the namespace has another epoch, which is being opened"
-_READ = _NO_HINTS.touch_fields(blocks_read=True)
 
 _log = logging.getLogger("kvkeep")
 
@@ -100,7 +98,7 @@ class Namespace(Upkeep):
             except KVKeepError as error:
                 self._refusal = error
                 raise
-            self._opened = Opened(session, self.spec, response)
+            self._opened = opened_in(session, self.spec, response)
             self._epoch = max(self._epoch, response.namespace_epoch)
             self._refusal = None
 
@@ -192,17 +190,7 @@ class Namespace(Upkeep):
             return NOTHING_FOUND
         if not words.count:
             return Lookup(0, 0, opened.answers)
-        found, groups, replayed = opened.find(words)
-        opened.session.touch_ring.append(
-            opened.set_index,
-            opened.full_groups[0] if opened.full_groups else 0,
-            words.count,
-            *found,
-            *(_LOOKED_UP if hints is None else hints.touch_fields(blocks_read=False)),
-        )
-        blocks, tokens = found.blocks, opened.tokens_per_key
-        answers = blocks > 0 or opened.answers
-        return Lookup(blocks, blocks * tokens, answers, replayed * tokens, groups)
+        return opened.lookup(words, hints)
 
     def acquire(  # noqa: PLR0913 - options of one call, all by name
         self,
@@ -294,10 +282,12 @@ class Namespace(Upkeep):
         copy.
 
         Errors: LeaseLostError (it ran out and a slot was reused, or nobody holds it any more),
-        InvalidArgumentError, UnavailableError, DeadlineError.
+        InvalidArgumentError, UnavailableError, DeadlineError, NotSupportedError (of a client on
+        another host).
         """
         deadline_s = deadline_of(timeout_s, self._timeout_s)
         opened = self._require()
+        opened.check_joins()
         acquired = Acquired(opened, shared_response(opened, shared), timeout_s=deadline_s)
         try:
             acquired.renew(ttl_s, deadline_s)
@@ -339,18 +329,9 @@ class Namespace(Upkeep):
             return 0
         opened.checked_group(group)
         rank = opened.rank_or_only(rank)
-        if not self._optimistic_reads:
+        if not (self._optimistic_reads or opened.unleased_reads):
             return self._read_leased(keys, into, rank, group)
-        rows = opened.find_rows(words, rank, group)
-        session = opened.session
-        slot_nbytes = opened.slot_nbytes[group]
-        copied = copy_blocks(
-            session.chunks, rows.places, group_spec.block_nbytes, slot_nbytes, into
-        )
-        session.touch_ring.append(
-            opened.set_index, group, words.count, copied, *rows.found[1:], *_READ
-        )
-        return copied
+        return opened.read_into(words, into, rank, group)
 
     def _read_leased(self, keys: Keys, into: Targets, rank: int, group: int) -> int:
         """Where loads may be reordered only a lease protects a copy."""

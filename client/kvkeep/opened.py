@@ -6,19 +6,25 @@ from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvkeep.copying import generations_at
+from kvkeep.copying import copy_blocks, generations_at
 from kvkeep.group_rules import BoundaryRule, longest_usable, tokens_of_a_key
+from kvkeep.results import Lookup
 from kvkeep.shared_index import NOTHING, Found, Rows
 from kvkeep.shared_memory import NO_ROW
-from kvkeep.spec import GroupKind, invalid, whole
+from kvkeep.spec import GroupKind, Hints, invalid, whole
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from kvkeep.copying import Targets
     from kvkeep.session import Session
     from kvkeep.shared_index import IndexTable, Seed, Words
     from kvkeep.spec import NamespaceSpec
     from kvkeep.v1.block_cache_pb2 import OpenNamespaceResponse
+
+_NO_HINTS = Hints()
+_LOOKED_UP = _NO_HINTS.touch_fields(blocks_read=False)
+_READ = _NO_HINTS.touch_fields(blocks_read=True)
 
 
 class Usable(NamedTuple):
@@ -34,6 +40,7 @@ class Opened:
     """Made anew for each session; any thread may use it.
 
     Attributes:
+        unleased_reads: Whether `read_into` protects itself, on a machine that may reorder loads.
         session: Whose handles these are.
         set_index: Handle of the namespace set.
         set_id: 16 bytes, the identity.
@@ -44,6 +51,8 @@ class Opened:
         tokens_per_key: Tokens that one key stands for.
         near_misses: Stored sets that differ in few fields: (set id, names of the fields).
     """
+
+    unleased_reads = False
 
     def __init__(
         self, session: Session, spec: NamespaceSpec, response: OpenNamespaceResponse
@@ -95,6 +104,9 @@ class Opened:
             raise invalid("group", group, f"0 to {len(self.block_nbytes) - 1}", fix)
         return number
 
+    def check_joins(self) -> None:
+        """Whether leases of other processes can be joined here. Errors: NotSupportedError."""
+
     def checked_set(self, packed: bytes) -> int:
         """Handle of the set, for a call with these keys. Errors: InvalidArgumentError."""
         self.check_count(len(packed) // self._key_nbytes)
@@ -106,6 +118,30 @@ class Opened:
         if limit and keys > limit:
             allowed = f"at most {limit} keys a call, the daemon's limit"
             raise invalid("keys", f"{keys} keys", allowed, "split the call")
+
+    def lookup(self, words: Words, hints: Hints | None) -> Lookup:
+        """The longest usable prefix of at least one key."""
+        found, groups, replayed = self.find(words)
+        self.session.touch_ring.append(
+            self.set_index,
+            self.full_groups[0] if self.full_groups else 0,
+            words.count,
+            *found,
+            *(_LOOKED_UP if hints is None else hints.touch_fields(blocks_read=False)),
+        )
+        blocks, tokens = found.blocks, self.tokens_per_key
+        answers = blocks > 0 or self.answers
+        return Lookup(blocks, blocks * tokens, answers, replayed * tokens, groups)
+
+    def read_into(self, words: Words, into: Targets, rank: int, group: int) -> int:
+        """Copy the leading blocks of one rank and group; how many are exact copies."""
+        rows = self.find_rows(words, rank, group)
+        block_nbytes, slot_nbytes = self.block_nbytes[group], self.slot_nbytes[group]
+        copied = copy_blocks(self.session.chunks, rows.places, block_nbytes, slot_nbytes, into)
+        self.session.touch_ring.append(
+            self.set_index, group, words.count, copied, *rows.found[1:], *_READ
+        )
+        return copied
 
     def find(self, words: Words) -> Usable:
         """The longest usable prefix; at least one key.
@@ -197,19 +233,26 @@ class Opened:
         `positions` are those of WINDOW and STATE groups that have a block. With `on_nvme` what
         lies in ram only is to be stored, too. Errors: InvalidArgumentError.
         """
-        wanted = {
-            self._boundary_group(group): _ascending(group, own, words.count)
-            for group, own in positions.items()
-        }
+        wanted = self._wanted(words, positions)
         new: dict[int, Sequence[int]] = {}
         if self.full_groups:
             # Children never outlive their parents, so what is stored is a prefix.
             find = self.find_on_nvme if on_nvme else self.find_shard
             new = dict.fromkeys(self.full_groups, range(find(words, rank), words.count))
-        for group, own in sorted(wanted.items()):
+        for group, own in wanted.items():
             again = on_nvme and self.rules[group].shortens
             new[group] = own if again else self.absent(words, rank, group, own)
         return new
+
+    def _wanted(
+        self, words: Words, positions: Mapping[int, Sequence[int]]
+    ) -> dict[int, Sequence[int]]:
+        """Positions of WINDOW and STATE groups, checked, in the order of the groups."""
+        wanted: dict[int, Sequence[int]] = {
+            self._boundary_group(group): _ascending(group, own, words.count)
+            for group, own in positions.items()
+        }
+        return dict(sorted(wanted.items()))
 
     def _boundary_group(self, group: int) -> int:
         number = whole(group)

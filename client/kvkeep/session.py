@@ -44,6 +44,7 @@ class SessionSettings:
         staging_nbytes: 0 = the daemon's default.
         timeout_s: Of each step of attaching.
         private_dir: `runtime_dir` lies where anyone may make it: it must be this user's alone.
+        address: Of a daemon on another host, "host:port"; "" = this host's.
     """
 
     runtime_dir: Path
@@ -51,6 +52,7 @@ class SessionSettings:
     staging_nbytes: int
     timeout_s: float
     private_dir: bool = False
+    address: str = ""
 
 
 class Session:
@@ -74,9 +76,14 @@ class Session:
     transport: Transport
 
     def __init__(
-        self, settings: SessionSettings, *, on_over: Callable[[], None] = lambda: None
+        self,
+        settings: SessionSettings,
+        *,
+        on_over: Callable[[], None] = lambda: None,
+        life: FdSocket | None = None,
     ) -> None:
-        """Does nothing yet: see `open`. `on_over` runs in any thread when `over` grows."""
+        """Does nothing yet: see `open`. `on_over` runs in any thread when `over` grows; `life` ends
+        with the session, None = the fd socket."""
         self.alive = False
         self.draining = False
         self.chunks: Mapping[int, Chunk] = {}
@@ -86,7 +93,7 @@ class Session:
         self._on_over = on_over
         self._settings = settings
         self._tables: list[IndexTable] = []
-        self._socket = FdSocket(settings.runtime_dir / FD_SOCKET_NAME)
+        self._socket = life or FdSocket(settings.runtime_dir / FD_SOCKET_NAME)
         self._calls: CallSocket | None = None
         self.on_change: Callable[[], None] = _nobody
         self._attach: AttachStream | None = None
@@ -110,7 +117,7 @@ class Session:
             welcome = self._socket.open(hello, settings.timeout_s)
             self._settle(welcome)
             self.transport = Transport(
-                socket_path=settings.runtime_dir / SOCKET_NAME,
+                target=f"unix:{settings.runtime_dir / SOCKET_NAME}",
                 session_token=welcome[0].packet.session_token,
                 calls=self._require_calls(),
             )

@@ -94,6 +94,7 @@ class Words:
 
     def __init__(self, packed: bytes | bytearray | memoryview, key_nbytes: int) -> None:
         """`packed` is the concatenation of the keys; the caller has checked its length."""
+        self.packed = packed
         self.count = len(packed) // key_nbytes
         self._width = -(-key_nbytes // 8)
         self._whole: NDArray[np.uint64] | None = None

@@ -1,6 +1,6 @@
 """The calls of one session: on its call socket, and on gRPC what that does not carry.
 
-The only module that imports grpc.
+Together with `remote_channel` the only module that imports grpc.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import kvkeep.forking  # noqa: F401 - chooses gRPC's poller
 # isort: split
 import grpc
 
-from kvkeep.call_socket import PendingCall
+from kvkeep.call_socket import PendingCall, Reply
 from kvkeep.errors import (
     DeadlineError,
     InvalidArgumentError,
@@ -33,6 +33,8 @@ from kvkeep.v1.block_cache_pb2 import (
     AdvanceEpochResponse,
     AttachEvent,
     AttachRequest,
+    LookupRequest,
+    LookupResponse,
     OpenNamespaceRequest,
     OpenNamespaceResponse,
     PinRequest,
@@ -40,6 +42,7 @@ from kvkeep.v1.block_cache_pb2 import (
     PrefetchRequest,
     PrefetchResponse,
     ReleaseRequest,
+    RemoteHello,
     RemoveRequest,
     RemoveResponse,
     RenewRequest,
@@ -54,7 +57,6 @@ from kvkeep.v1.session_pb2 import CallMethod
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     from google.protobuf.message import Message
 
@@ -65,7 +67,7 @@ Response = TypeVar("Response")
 MESSAGE_NBYTES_MAX: Final = 64 * 1024 * 1024
 _FIRST_HEARTBEAT_S: Final = 0.5
 _ATTACH_AGAIN_S: Final = 0.2
-_OPTIONS: Final = (
+OPTIONS: Final = (
     ("grpc.max_receive_message_length", MESSAGE_NBYTES_MAX),
     ("grpc.max_send_message_length", MESSAGE_NBYTES_MAX),
     # A call that fails is the caller's to repeat or to do without; it must fail at once.
@@ -100,7 +102,7 @@ def _error(number: int, message: str, retry_after_s: float) -> KVKeepError:
 
 def _converted(error: grpc.RpcError, what: str) -> KVKeepError:
     code = error.code()
-    return _error(code.value[0], f"{what}: {error.details() or code}", _retry_after_s(error))
+    return _error(code.value[0], f"{what}: {error.details() or code}", retry_after_of(error))
 
 
 _RESOURCE_EXHAUSTED: Final[int] = grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
@@ -123,14 +125,15 @@ _ERRORS: Final[dict[int, type[KVKeepError]]] = {
 }
 
 
-def _call_failed(error: grpc.RpcError, what: str) -> KVKeepError:
+def call_failed(error: grpc.RpcError, what: str) -> KVKeepError:
     """As `_converted`, of a call that only closing the channel cancels."""
     if error.code() is grpc.StatusCode.CANCELLED:
         return SessionLostError(f"{what}: the session was closed")
     return _converted(error, what)
 
 
-def _retry_after_s(error: grpc.RpcError) -> float:
+def retry_after_of(error: grpc.RpcError) -> float:
+    """Seconds after which another try makes sense; 0 = the daemon does not say."""
     for datum in error.trailing_metadata() or ():
         if datum.key == _RETRY_AFTER_METADATA and datum.value.isdigit():
             return int(datum.value) / 1000
@@ -143,6 +146,11 @@ def payload_of(reply: Reply, what: str) -> bytes:
         message = f"{what}: {reply.payload.decode(errors='replace')}"
         raise _error(reply.status, message, reply.retry_after_s)
     return reply.payload
+
+
+def metadata_of(session_token: bytes) -> tuple[tuple[str, bytes], ...]:
+    """What goes with each call; nothing without a token."""
+    return ((_SESSION_METADATA, session_token),) if session_token else ()
 
 
 class _Answers(Protocol):
@@ -175,7 +183,7 @@ class ChangeStream:
         except grpc.RpcError as error:
             if self._closed:
                 return None
-            raise _call_failed(error, "Watch") from error
+            raise call_failed(error, "Watch") from error
 
     def close(self) -> None:
         """Ends it."""
@@ -193,13 +201,25 @@ class Transport:
     DeadlineError, UnavailableError, SessionLostError, NotSupportedError, ResourceExhaustedError.
     """
 
-    def __init__(self, *, socket_path: Path, session_token: bytes, calls: CallSocket) -> None:
-        """Opens nothing: the channel connects with the first call."""
+    def __init__(
+        self, *, target: str, session_token: bytes, calls: CallSocket, quick: bool = True
+    ) -> None:
+        """Opens nothing: the channel connects with the first call.
+
+        `target` is where the daemon listens, as gRPC writes it. Without a token, `Attach` brings
+        one: see `use_token`. `quick`: replies are worth looking for, since nobody in this process
+        has to run for them.
+        """
+        self._quick = quick
         self.calls = calls
-        self._channel = grpc.insecure_channel(f"unix:{socket_path}", options=_OPTIONS)
+        self._channel = grpc.insecure_channel(target, options=OPTIONS)
         self._stub: BlockCacheStub = BlockCacheStub(self._channel)
         self._admin: AdminStub = AdminStub(self._channel)
-        self._metadata = ((_SESSION_METADATA, session_token),)
+        self._metadata = metadata_of(session_token)
+
+    def use_token(self, session_token: bytes) -> None:
+        """For all calls from now on."""
+        self._metadata = metadata_of(session_token)
 
     def pending(
         self,
@@ -209,7 +229,7 @@ class Transport:
     ) -> PendingCall:
         """A call to be sent with `send`. `on_reply`: see `PendingCall`."""
         until_s = time.monotonic() + timeout_s
-        quick = method not in _UNHURRIED
+        quick = self._quick and method not in _UNHURRIED
         return PendingCall(method, _NAMES[method], until_s, quick=quick, on_reply=on_reply)
 
     def send(self, pending: PendingCall, request: Message) -> None:
@@ -235,6 +255,11 @@ class Transport:
         """OpenNamespace."""
         method = CallMethod.CALL_METHOD_OPEN_NAMESPACE
         return OpenNamespaceResponse.FromString(self._call(method, request, timeout_s))
+
+    def lookup(self, request: LookupRequest, timeout_s: float) -> LookupResponse:
+        """Lookup."""
+        method = CallMethod.CALL_METHOD_LOOKUP
+        return LookupResponse.FromString(self._call(method, request, timeout_s))
 
     def acquire(
         self, request: AcquireRequest, timeout_s: float, give_back: Callable[[int], None]
@@ -292,7 +317,7 @@ class Transport:
         try:
             return call(request, timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
-            raise _call_failed(error, what) from error
+            raise call_failed(error, what) from error
         except ValueError as error:
             # grpc says so when the channel is closed.
             raise SessionLostError(f"{what}: the session was closed") from error
@@ -316,7 +341,8 @@ class Transport:
 class AttachStream:
     """Keeps Attach open in a thread of its own: heartbeats up, events down.
 
-    Losing the stream alone ends nothing, so it is opened again until `close`.
+    Losing the stream alone ends nothing, so it is opened again until `close`. A session that began
+    with a `hello` on it ends with it.
     """
 
     def __init__(
@@ -325,11 +351,13 @@ class AttachStream:
         *,
         on_event: Callable[[AttachEvent], None],
         on_unknown_session: Callable[[], None],
+        hello: RemoteHello | None = None,
     ) -> None:
-        """Both callbacks run in the stream's thread."""
+        """Both callbacks run in the stream's thread. `hello`: of a client on another host."""
         self._transport = transport
         self._on_event = on_event
         self._on_unknown_session = on_unknown_session
+        self._hello = hello
         self._interval_s = _FIRST_HEARTBEAT_S
         self._attached = threading.Event()
         self._closed = threading.Event()
@@ -364,6 +392,9 @@ class AttachStream:
                 return
             finally:
                 over.set()
+            if self._hello is not None:
+                self._note(SessionLostError("Attach: the daemon is gone, and the session with it"))
+                return
             self._closed.wait(_ATTACH_AGAIN_S)
 
     def _note(self, failure: KVKeepError) -> None:
@@ -376,14 +407,14 @@ class AttachStream:
             self._closed.set()
 
     def _handle(self, event: AttachEvent) -> None:
+        self._on_event(event)
         if event.HasField("attached"):
             self._interval_s = max(0.05, event.attached.session_timeout_ms / 3000)
             self._attached.set()
-        self._on_event(event)
 
     def _beats(self, over: threading.Event) -> Iterator[AttachRequest]:
         number = 0
         while not over.is_set() and not self._closed.is_set():
             number += 1
-            yield AttachRequest(heartbeat=number)
+            yield AttachRequest(heartbeat=number, hello=self._hello if number == 1 else None)
             over.wait(self._interval_s)

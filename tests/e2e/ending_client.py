@@ -1,6 +1,6 @@
 """A client process that uses the cache and ends in one of the ways in which processes end.
 
-    python -m tests.e2e.ending_client RUNTIME_DIR COUNT
+    python -m tests.e2e.ending_client WHERE COUNT
 
 It forks COUNT children, each of which attaches, reads, and ends in its own way, exit handlers and
 all; then it does so itself. None may have started a tracker of shared memory.
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import kvkeep
 from tests.fakes.generated_blocks import blocks_of, chain_keys, place_of, spec
+from tests.fakes.ways import connect
 
 BLOCK_NBYTES = 32 * 1024
 BLOCKS = 32
@@ -20,8 +21,8 @@ KEYS = chain_keys("stays", BLOCKS)
 SPEC = spec(BLOCK_NBYTES)
 
 
-def use(runtime_dir: str) -> kvkeep.Client:
-    client = kvkeep.connect(runtime_dir, timeout_s=10.0)
+def use(where: str) -> kvkeep.Client:
+    client = connect(where, timeout_s=10.0)
     namespace = client.open_namespace(SPEC)
     buffer = bytearray(BLOCKS * BLOCK_NBYTES)
     assert namespace.read_into(KEYS, buffer) == BLOCKS
@@ -47,17 +48,17 @@ def end(way: int) -> None:
     raise KeyboardInterrupt
 
 
-def main(runtime_dir: str, count: int) -> None:
+def main(where: str, count: int) -> None:
     for way in range(count):
         pid = os.fork()
         if not pid:
-            client = use(runtime_dir)
+            client = use(where)
             if way % 2:
                 client.close()
             end(way)
         _, status = os.waitpid(pid, 0)
         assert os.waitstatus_to_exitcode(status) in {0, -9, -15, -2}
-    use(runtime_dir)
+    use(where)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from tests.fakes.generated_blocks import (
     store_chain,
 )
 from tests.fakes.waiting import wait_until
+from tests.fakes.ways import LISTEN, connect, place
 
 MIB = 1 << 20
 NBYTES = 60_000
@@ -27,7 +28,7 @@ def config(path: Path, *, ram: str = "16MiB", size: str = "64MiB", segment: str 
     return (
         f'[ram]\nsize = "{ram}"\nslab = "1MiB"\nhuge_pages = false\n'
         f'[nvme]\ndirectories = ["{path}"]\nmax = "{size}"\nsegment = "{segment}"\n'
-        'free_min = "1MiB"\n'
+        'free_min = "1MiB"\n' + LISTEN
     )
 
 
@@ -64,9 +65,9 @@ class Chains:
 
 
 @contextlib.contextmanager
-def chains_of(daemon: DaemonProcess, **facts: object) -> Iterator[Chains]:
+def chains_of(daemon: DaemonProcess, *, way: str = "local", **facts: object) -> Iterator[Chains]:
     """A client of a daemon that runs."""
-    with kvkeep.connect(daemon.runtime_dir, timeout_s=20.0) as client:
+    with connect(place(daemon, way), timeout_s=20.0) as client:
         yield Chains(client, client.open_namespace(spec(NBYTES, **facts)))
 
 

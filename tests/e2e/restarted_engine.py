@@ -1,6 +1,6 @@
 """An engine that starts, uses the cache, and ends: what a restart of an engine is.
 
-    python -m tests.e2e.restarted_engine RUNTIME_DIR FACTS
+    python -m tests.e2e.restarted_engine WHERE FACTS
 
 FACTS is a JSON list: of each namespace, what differs in its specification. Prints a list of
 {"found", "exact", "stored"}: blocks that it found, those that were exact, those that it stored.
@@ -12,6 +12,7 @@ import sys
 import kvkeep
 from kvkeep.chain_hash import VllmSha256Cbor
 from tests.fakes.generated_blocks import blocks_of, place_of, spec, store_chain
+from tests.fakes.ways import connect
 
 BLOCK_NBYTES = 24_000
 BLOCK_TOKENS = 16
@@ -35,8 +36,8 @@ def use(client: kvkeep.Client, facts: dict) -> dict:
     return {"found": found, "exact": exact.count(True), "stored": stored}
 
 
-def main(runtime_dir: str, namespaces: list[dict]) -> None:
-    with kvkeep.connect(runtime_dir) as client:
+def main(where: str, namespaces: list[dict]) -> None:
+    with connect(where) as client:
         sys.stdout.write(json.dumps([use(client, facts) for facts in namespaces]))
 
 

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-import kvkeep
 from tests.e2e import ending_client
 from tests.e2e.restarted_engine import BLOCKS
 from tests.fakes.daemon_process import running_daemon
 from tests.fakes.generated_blocks import blocks_of, place_of, store_chain
 from tests.fakes.waiting import wait_until
+from tests.fakes.ways import LISTEN, connect, place
 
 ROOT = Path(__file__).parents[2]
-CONFIG = '[ram]\nsize = "64MiB"\n[sessions]\nstaging = "4MiB"\n'
+CONFIG = LISTEN + '[ram]\nsize = "64MiB"\n[sessions]\nstaging = "4MiB"\n'
 OTHER_FACTS = [
     {"weights_fingerprint": "other weights"},  # B010: under the same served name
     {"layout_version": "2"},
@@ -40,11 +40,11 @@ MISSED = {"found": 0, "exact": 0, "stored": BLOCKS}
 HIT = {"found": BLOCKS, "exact": BLOCKS, "stored": 0}
 
 
-def engine(daemon, seed, *namespaces) -> list[dict]:
+def engine(where, seed, *namespaces) -> list[dict]:
     """A new process, whose `hash()` is another."""
     facts = json.dumps(namespaces)
     ended = subprocess.run(
-        [sys.executable, "-m", "tests.e2e.restarted_engine", daemon.runtime_dir, facts],
+        [sys.executable, "-m", "tests.e2e.restarted_engine", where, facts],
         cwd=ROOT,
         env={**os.environ, "PYTHONHASHSEED": str(seed)},
         capture_output=True,
@@ -56,28 +56,32 @@ def engine(daemon, seed, *namespaces) -> list[dict]:
     return json.loads(ended.stdout)
 
 
-def test_a_restarted_engine_finds_exactly_what_it_stored(daemon):
+def test_a_restarted_engine_finds_exactly_what_it_stored(daemon, way):
     """B004."""
-    assert engine(daemon, 1, {}) == [MISSED]
+    where, mine = place(daemon, way), {"model": way}
+    assert engine(where, 1, mine) == [MISSED]
     for seed in (1, 2, 3):
-        assert engine(daemon, seed, {}) == [HIT]
+        assert engine(where, seed, mine) == [HIT]
 
 
-def test_an_engine_that_differs_in_anything_misses(daemon):
+def test_an_engine_that_differs_in_anything_misses(daemon, way):
     """B004, B010. It finds nothing of the others, stores its own, and all are right afterwards."""
-    engine(daemon, 0, {})
-    assert engine(daemon, 1, *OTHER_FACTS) == [MISSED] * len(OTHER_FACTS)
-    assert engine(daemon, 2, {}, *OTHER_FACTS) == [HIT] * (1 + len(OTHER_FACTS))
+    where, mine = place(daemon, way), {"model": f"differs {way}"}
+    others = [{**mine, **facts} for facts in OTHER_FACTS]
+    engine(where, 0, mine)
+    assert engine(where, 1, *others) == [MISSED] * len(others)
+    assert engine(where, 2, mine, *others) == [HIT] * (1 + len(others))
 
 
-def test_the_pool_stays_when_clients_end(daemon):
+def test_the_pool_stays_when_clients_end(daemon, way):
     """B064: fifty of them, of which none owns what it maps."""
     shm = set(os.listdir("/dev/shm"))
-    with kvkeep.connect(daemon.runtime_dir) as client:
+    where = place(daemon, way)
+    with connect(where) as client:
         namespace = client.open_namespace(ending_client.SPEC)
         assert store_chain(namespace, ending_client.KEYS).refused == 0
         with namespace.acquire(ending_client.KEYS) as acquired:
-            command = [sys.executable, "-m", "tests.e2e.ending_client", daemon.runtime_dir, "9"]
+            command = [sys.executable, "-m", "tests.e2e.ending_client", where, "9"]
             for _ in range(5):
                 ended = subprocess.run(
                     command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False

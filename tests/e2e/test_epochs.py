@@ -10,6 +10,7 @@ from tests.e2e.nvme_daemon import LENGTH, chains_of, config
 from tests.fakes.daemon_process import DaemonProcess, running_daemon
 from tests.fakes.generated_blocks import chain_keys, spec, store_chain
 from tests.fakes.waiting import wait_until
+from tests.fakes.ways import LISTEN, connect, place
 
 NBYTES = 5000
 KEYS = chain_keys("a", 6)
@@ -17,14 +18,14 @@ KEYS = chain_keys("a", 6)
 
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory):
-    with running_daemon(tmp_path_factory.mktemp("d")) as daemon:
+    with running_daemon(tmp_path_factory.mktemp("d"), LISTEN) as daemon:
         yield daemon
         daemon.check_log()
 
 
-def test_all_processes_go_on_in_the_next_epoch(daemon):
-    model = spec(NBYTES, model="several")
-    with kvkeep.connect(daemon.runtime_dir) as one, kvkeep.connect(daemon.runtime_dir) as two:
+def test_all_processes_go_on_in_the_next_epoch(daemon, way):
+    model = spec(NBYTES, model=f"several {way}")
+    with connect(place(daemon, way)) as one, connect(str(daemon.runtime_dir)) as two:
         own, theirs = one.open_namespace(model), two.open_namespace(model)
         store_chain(own, KEYS)
         assert theirs.lookup(KEYS).blocks == 6
@@ -45,9 +46,9 @@ def test_all_processes_go_on_in_the_next_epoch(daemon):
             own.advance_epoch(expected_epoch=5)
 
 
-def test_workers_that_call_together_advance_once(daemon):
-    model = spec(NBYTES, model="workers")
-    clients = [kvkeep.connect(daemon.runtime_dir, timeout_s=20) for _ in range(4)]
+def test_workers_that_call_together_advance_once(daemon, way):
+    model = spec(NBYTES, model=f"workers {way}")
+    clients = [connect(place(daemon, way), timeout_s=20) for _ in range(4)]
     try:
         namespaces = [client.open_namespace(model) for client in clients]
         epochs = []

@@ -7,10 +7,10 @@ with what its (namespace, rank, group, key) says.
 
 import pytest
 
-import kvkeep
 from tests.e2e.verified_clients import read_and_verify
 from tests.fakes.client_process import client_processes
 from tests.fakes.daemon_process import running_daemon
+from tests.fakes.ways import LISTEN, connect, place
 
 RAM = '[ram]\nsize = "16MiB"\nchunk = "4MiB"\nslab = "128KiB"\n[index]\nrows_initial = 512\n'
 PROCESSES, THREADS = 3, 2
@@ -23,17 +23,15 @@ def nvme(directory):
     )
 
 
-def read(directory, config, count):
+def read(directory, config, count, way="local"):
     """The tallies of all threads that read `count` blocks, and the daemon's stats after it."""
     share = -(-count // PROCESSES)
-    with running_daemon(directory, config) as daemon, client_processes() as start:
-        runtime_dir = str(daemon.runtime_dir)
-        clients = [
-            start(read_and_verify, runtime_dir, seed, THREADS, share) for seed in range(PROCESSES)
-        ]
+    with running_daemon(directory, LISTEN + config) as daemon, client_processes() as start:
+        where = place(daemon, way)
+        clients = [start(read_and_verify, where, seed, THREADS, share) for seed in range(PROCESSES)]
         limit_s = max(200.0, count / 300)
         tallies = [tally for client in clients for tally in client.hear(limit_s)]
-        with kvkeep.connect(runtime_dir, timeout_s=20.0) as client:
+        with connect(where, timeout_s=20.0) as client:
             stats = client.stats()
         for one in clients:
             one.end()
@@ -41,8 +39,8 @@ def read(directory, config, count):
     assert [wrong for tally in tallies for wrong in tally.wrong] == []
     assert sum(tally.verified for tally in tallies) >= count
     # Each way was used.
-    for way in ("one buffer", "buffers", "views", "looked up"):
-        assert sum(tally.by_way[way] for tally in tallies) > count // 50, way
+    for used in ("one buffer", "buffers", "views", "looked up"):
+        assert sum(tally.by_way[used] for tally in tallies) > count // 50, used
     assert stats.blocks_asked_total == stats.blocks_hit_total + stats.blocks_missed_total
     assert stats.touch_records_invalid_total == stats.blocks_corrupt_total == 0
     return tallies, stats
@@ -66,3 +64,11 @@ def test_every_read_from_both_tiers_returns_the_bytes_of_its_key(tmp_path, promi
     assert stats.blocks_evicted_total > promise_count // 10
     assert stats.nvme.blocks > stats.pool.blocks
     assert stats.nvme.used_nbytes > 0.8 * stats.nvme.limit_nbytes
+
+
+@pytest.mark.promise("P01", gate=6_000, nightly=200_000, unit="reads from another host")
+def test_every_read_from_another_host_returns_the_bytes_of_its_key(tmp_path, promise_count):
+    """From both tiers; fewer, for each is a call."""
+    tallies, stats = read(tmp_path, RAM + nvme(tmp_path), promise_count, "remote")
+    assert sum(tally.from_nvme for tally in tallies) > 0
+    assert stats.blocks_evicted_total > promise_count // 50

@@ -6,12 +6,13 @@ import time
 
 import pytest
 
-import kvkeep
 from kvkeep import CommitStatus
 from tests.fakes.daemon_process import running_daemon
 from tests.fakes.generated_blocks import blocks_of, chain_keys, place_of, spec, store_chain
+from tests.fakes.waiting import wait_until
+from tests.fakes.ways import LISTEN, connect, place
 
-CONFIG = '[ram]\nsize = "8MiB"\nslab = "256KiB"\n[leases]\nttl = "60s"\n'
+CONFIG = LISTEN + '[ram]\nsize = "8MiB"\nslab = "256KiB"\n[leases]\nttl = "60s"\n'
 BLOCK_NBYTES = 16 * 1024
 BLOCKS = 16
 ANSWER_S = 0.05
@@ -27,8 +28,8 @@ def daemon(tmp_path):
 
 
 @pytest.fixture
-def client(daemon):
-    with kvkeep.connect(daemon.runtime_dir, timeout_s=10.0) as attached:
+def client(daemon, way):
+    with connect(place(daemon, way), timeout_s=10.0) as attached:
         yield attached
 
 
@@ -72,7 +73,7 @@ def test_a_store_is_refused_at_once_and_look_ups_go_on(daemon, client, promise_c
     deadline = time.monotonic() + 5
     while store_chain(namespace, chain_keys("after", BLOCKS)).refused:
         assert time.monotonic() < deadline
-    assert client.stats().leases == 0
+    wait_until(lambda: client.stats().leases == 0, 2.0, "all leases are back")
 
 
 def check_idle(daemon) -> None:

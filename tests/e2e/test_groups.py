@@ -10,6 +10,8 @@ import pytest
 import kvkeep
 from tests.fakes import prefix_oracle
 from tests.fakes.daemon_process import running_daemon
+from tests.fakes.waiting import wait_until
+from tests.fakes.ways import LISTEN, connect, place
 
 # 16 tokens a key: global KV, a window of 40 tokens, states that must be exact or can be replayed.
 GROUPS = (
@@ -49,6 +51,10 @@ def block(key, rank, group, nbytes):
     return (seed * (nbytes // 32 + 1))[:nbytes]
 
 
+def attached(daemon, way):
+    return connect(place(daemon, way))
+
+
 def store(namespace, keys, rank, positions, ack="ram"):
     """Stores what is new of the FULL group, and of the others at these positions."""
     with namespace.store(keys, rank=rank, positions=positions, ack=ack) as pending:
@@ -85,14 +91,15 @@ def config(tmp_path_factory):
     directory = tmp_path_factory.mktemp("nvme")
     return (
         '[ram]\nsize = "64MiB"\n[sessions]\nstaging = "8MiB"\n'
-        f'[nvme]\ndirectories = ["{directory}"]\nmax = "128MiB"\nsegment = "8MiB"\n'
+        + LISTEN
+        + f'[nvme]\ndirectories = ["{directory}"]\nmax = "128MiB"\nsegment = "8MiB"\n'
     )
 
 
-def test_look_ups_acquires_and_bytes_agree_with_the_rule(tmp_path, config):
+def test_look_ups_acquires_and_bytes_agree_with_the_rule(tmp_path, config, way):
     """Random stores of two ranks; the client and the daemon find what the rule says."""
-    with running_daemon(tmp_path, config) as daemon, kvkeep.connect(daemon.runtime_dir) as client:
-        namespace = client.open_namespace(spec("rules"))
+    with running_daemon(tmp_path, config) as daemon, attached(daemon, way) as client:
+        namespace = client.open_namespace(spec(f"rules {way}"))
         for seed in range(40):
             source, keys = random.Random(seed), keys_of(seed)
             present = [[[False] * LENGTH for _ in range(2)] for _ in GROUPS]
@@ -117,13 +124,13 @@ def test_look_ups_acquires_and_bytes_agree_with_the_rule(tmp_path, config):
         daemon.check_log()
 
 
-def test_states_come_back_from_nvme_after_a_kill(tmp_path, config):
+def test_states_come_back_from_nvme_after_a_kill(tmp_path, config, way):
     """What is EXACT or WINDOW is acknowledged on nvme; what is replayable lives in ram only."""
     keys = keys_of("kill")
     at = {1: list(range(LENGTH)), 2: [1, 3, 11], 3: [7, 11]}
     with running_daemon(tmp_path, config) as daemon:
-        with kvkeep.connect(daemon.runtime_dir) as client:
-            namespace = client.open_namespace(spec("kill"))
+        with attached(daemon, way) as client:
+            namespace = client.open_namespace(spec(f"kill {way}"))
             for rank in range(2):
                 assert store(namespace, keys, rank, at, ack="nvme").stored == LENGTH
             found = namespace.lookup(keys)
@@ -131,8 +138,9 @@ def test_states_come_back_from_nvme_after_a_kill(tmp_path, config):
             assert verify(namespace, keys) == (LENGTH, 2 * (LENGTH + 3 + 1 + 1))
         daemon.kill()
         daemon.start()
-        with kvkeep.connect(daemon.runtime_dir) as client:
-            namespace = client.open_namespace(spec("kill"))
+        with attached(daemon, way) as client:
+            namespace = client.open_namespace(spec(f"kill {way}"))
+            wait_until(lambda: not client.stats().nvme.recovering, 30, "it has recovered")
             assert verify(namespace, keys) == (LENGTH, 2 * (LENGTH + 3 + 1))
             found = namespace.lookup(keys)
             assert (found.blocks, found.replay_tokens) == (LENGTH, 16 * LENGTH)
@@ -141,10 +149,10 @@ def test_states_come_back_from_nvme_after_a_kill(tmp_path, config):
         daemon.check_log()
 
 
-def test_a_namespace_of_states_only(tmp_path, config):
+def test_a_namespace_of_states_only(tmp_path, config, way):
     keys = keys_of("states")
-    with running_daemon(tmp_path, config) as daemon, kvkeep.connect(daemon.runtime_dir) as client:
-        namespace = client.open_namespace(spec("states", GROUPS[3:]))
+    with running_daemon(tmp_path, config) as daemon, attached(daemon, way) as client:
+        namespace = client.open_namespace(spec(f"states {way}", GROUPS[3:]))
         for rank in range(2):
             assert (
                 store(namespace, keys, rank, {0: [3, 7]}).status.count(kvkeep.CommitStatus.STORED)

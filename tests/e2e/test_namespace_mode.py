@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-import kvkeep
 from kvkeep.results import CommitStatus
 from kvkeep_server.cli.main import kvkeep as command
 from tests.fakes.daemon_process import running_daemon
 from tests.fakes.generated_blocks import chain_keys, spec, store_chain
 from tests.fakes.waiting import wait_until
+from tests.fakes.ways import LISTEN, connect, place
 
 NBYTES = 5000
 KEYS = chain_keys("a", 6)
@@ -19,14 +19,14 @@ KEYS = chain_keys("a", 6)
 
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory):
-    with running_daemon(tmp_path_factory.mktemp("d")) as daemon:
+    with running_daemon(tmp_path_factory.mktemp("d"), LISTEN) as daemon:
         yield daemon
         daemon.check_log()
 
 
 @pytest.fixture
-def client(daemon):
-    with kvkeep.connect(daemon.runtime_dir, timeout_s=20) as client:
+def client(daemon, way):
+    with connect(place(daemon, way), timeout_s=20) as client:
         yield client
 
 
@@ -42,8 +42,9 @@ def turn(daemon):
     return turn
 
 
-def test_a_bypassed_set_is_as_if_it_were_not_there(client, daemon, turn):
-    namespace = client.open_namespace(spec(NBYTES, model="bypassed"))
+def test_a_bypassed_set_is_as_if_it_were_not_there(client, daemon, turn, way):
+    model = f"bypassed {way}"
+    namespace = client.open_namespace(spec(NBYTES, model=model))
     assert store_chain(namespace, KEYS).stored == 6
     said = turn("bypass", "--set", namespace.set_id.hex()[:8])
     assert said == f"{namespace.set_id.hex()} was normal, is bypass\n"
@@ -56,31 +57,32 @@ def test_a_bypassed_set_is_as_if_it_were_not_there(client, daemon, turn):
     result = store_chain(namespace, chain_keys("b", 2))
     assert set(result.status) == {CommitStatus.REFUSED_READ_ONLY}
     # Who comes later is told when it opens the set.
-    with kvkeep.connect(daemon.runtime_dir, timeout_s=20) as other:
-        assert other.open_namespace(spec(NBYTES, model="bypassed")).lookup(KEYS).blocks == 0
-    turn("normal", "--model", "bypassed")
+    with connect(place(daemon, way), timeout_s=20) as other:
+        assert other.open_namespace(spec(NBYTES, model=model)).lookup(KEYS).blocks == 0
+    turn("normal", "--model", model)
     wait_until(lambda: namespace.lookup(KEYS).blocks == 6, 5, "the client knows")
 
 
-def test_a_read_only_set_is_found_and_takes_nothing(client, turn):
-    namespace = client.open_namespace(spec(NBYTES, model="read only"))
+def test_a_read_only_set_is_found_and_takes_nothing(client, turn, way):
+    model = f"read only {way}"
+    namespace = client.open_namespace(spec(NBYTES, model=model))
     store_chain(namespace, KEYS)
-    answer = json.loads(turn("read-only", "--model", "read only", "--json"))
+    answer = json.loads(turn("read-only", "--model", model, "--json"))
     assert answer["namespaces"][0]["previous"] == "normal"
     result = store_chain(namespace, chain_keys("b", 2))
     assert set(result.status) == {CommitStatus.REFUSED_READ_ONLY}
     assert namespace.lookup(KEYS).blocks == 6
 
 
-def test_what_is_set_is_shown(client, daemon, turn):
-    client.open_namespace(spec(NBYTES, model="shown"))
-    turn("read-only", "--model", "shown")
+def test_what_is_set_is_shown(client, daemon, turn, way):
+    client.open_namespace(spec(NBYTES, model=f"shown {way}"))
+    turn("read-only", "--model", f"shown {way}")
     line = ["stats", "--runtime-dir", str(daemon.runtime_dir)]
     text = CliRunner().invoke(command, line, standalone_mode=False).stdout
-    assert any("shown" in row and "[read-only]" in row for row in text.splitlines())
+    assert any(f"shown {way}" in row and "[read-only]" in row for row in text.splitlines())
     shown = json.loads(CliRunner().invoke(command, [*line, "--json"], standalone_mode=False).stdout)
     modes = {one["model"]: one["mode"] for one in shown["namespaces"]}
-    assert modes["shown"] == "read-only"
+    assert modes[f"shown {way}"] == "read-only"
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from tests.fakes.daemon_process import DaemonProcess
 from tests.fakes.generated_blocks import chain_keys
 from tests.fakes.sealed_segments import write_segments
 from tests.fakes.waiting import wait_until
+from tests.fakes.ways import at_one_port
 
 SEGMENT = 2 * MIB
 CHAIN = LENGTH * NBYTES
@@ -112,15 +113,15 @@ def test_three_times_the_limit_with_default_policies_evicts(daemon, path):
 # --- restarts
 
 
-def test_all_is_there_after_a_clean_restart(daemon):
+def test_all_is_there_after_a_clean_restart(daemon, way):
     """B045, B059: 500 blocks, 200 of which were in ram only when SIGTERM came."""
     daemon.start()
-    with chains_of(daemon) as chains:
+    with chains_of(daemon, way=way) as chains:
         assert chains.store(*range(15)) == 0
         assert chains.store(*range(15, 25), ack="ram") == 0
     assert daemon.end(signal.SIGTERM) == 0
     daemon.start()
-    with chains_of(daemon) as chains:
+    with chains_of(daemon, way=way) as chains:
         assert chains.recovered().found(*range(25)) == 25 * LENGTH == 500
         assert chains.client.stats().nvme.blocks_hit_total >= 500
 
@@ -168,10 +169,11 @@ def test_another_layout_on_an_old_directory_misses(daemon):
     daemon.check_log()
 
 
-def test_while_it_is_away_calls_fail_at_once_and_then_go_on(daemon):
+def test_while_it_is_away_calls_fail_at_once_and_then_go_on(daemon, way):
     """B069."""
+    daemon.config = at_one_port(daemon.config)
     daemon.start()
-    with chains_of(daemon) as chains:
+    with chains_of(daemon, way=way) as chains:
         chains.store("a")
         daemon.kill()
         wait_until(lambda: not chains.client.attached, 5, "the client notices")
@@ -207,16 +209,16 @@ def damaged(path, source, share):
     return count
 
 
-def test_corrupt_records_are_misses_and_then_plain_misses(daemon, path):
+def test_corrupt_records_are_misses_and_then_plain_misses(daemon, path, way):
     """B022: no error to anybody, and what is bad is gone."""
     daemon.start()
-    with chains_of(daemon) as chains:
+    with chains_of(daemon, way=way) as chains:
         chains.store(*range(20))
     assert daemon.end() == 0
     # A block has 16 pages.
     assert damaged(path, random.Random(22), 0.05 / 16) >= 10
     daemon.start()
-    with chains_of(daemon) as chains:
+    with chains_of(daemon, way=way) as chains:
         first = [chains.recovered().read(name) for name in range(20)]
         assert LENGTH * 10 < sum(first) < LENGTH * 20
         wait_until(
@@ -231,17 +233,17 @@ def test_corrupt_records_are_misses_and_then_plain_misses(daemon, path):
     daemon.check_log()
 
 
-def test_a_truncated_segment_lists_nothing_that_it_has_not(daemon, path):
+def test_a_truncated_segment_lists_nothing_that_it_has_not(daemon, path, way):
     """B016: what a look-up says is there, is."""
     daemon.start()
-    with chains_of(daemon) as chains:
+    with chains_of(daemon, way=way) as chains:
         chains.store(*range(6))
     assert daemon.end() == 0
     files = sorted(path.glob("*.kvks"))
     os.truncate(files[0], 0)
     os.truncate(files[1], files[1].stat().st_size // 2)
     daemon.start()
-    with chains_of(daemon) as chains:
+    with chains_of(daemon, way=way) as chains:
         chains.recovered()
         for name in range(6):
             found = chains.namespace.lookup(chain_keys(name, LENGTH))

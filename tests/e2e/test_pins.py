@@ -10,22 +10,23 @@ from kvkeep import CommitStatus
 from tests.fakes.daemon_process import running_daemon
 from tests.fakes.generated_blocks import chain_keys, spec, store_chain
 from tests.fakes.waiting import wait_until
+from tests.fakes.ways import LISTEN, connect, place
 
 BLOCK_NBYTES = 16 * 1024
 BLOCKS = 16
-CONFIG = '[ram]\nsize = "8MiB"\nslab = "256KiB"\n[pins]\n'
+CONFIG = LISTEN + '[ram]\nsize = "8MiB"\nslab = "256KiB"\n[pins]\n'
 
 
-def test_a_pin_outlives_a_flood_and_its_client(tmp_path):
+def test_a_pin_outlives_a_flood_and_its_client(tmp_path, way):
     with running_daemon(tmp_path, CONFIG + 'max = "1MiB"\n') as daemon:
-        with kvkeep.connect(daemon.runtime_dir, timeout_s=10) as client:
+        with connect(place(daemon, way), timeout_s=10) as client:
             namespace = client.open_namespace(spec(BLOCK_NBYTES))
             keys = chain_keys("kept", BLOCKS)
             store_chain(namespace, keys)
             given = namespace.pin(keys, keep_for_s=600)
             assert (given.blocks, given.keep_for_s) == (BLOCKS, 600)
             assert given.budget_left_nbytes == (1 << 20) - BLOCKS * BLOCK_NBYTES
-        with kvkeep.connect(daemon.runtime_dir, timeout_s=10) as client:
+        with connect(place(daemon, way), timeout_s=10) as client:
             namespace = client.open_namespace(spec(BLOCK_NBYTES))
             for number in range(100):
                 assert store_chain(namespace, chain_keys(number, BLOCKS)).refused == 0

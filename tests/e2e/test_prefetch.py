@@ -15,10 +15,10 @@ def pending(chains, name) -> int:
         return found.pending
 
 
-def test_a_hinted_chain_is_there_when_it_is_asked_for(tmp_path):
+def test_a_hinted_chain_is_there_when_it_is_asked_for(tmp_path, way):
     with (
         running_daemon(tmp_path, config(tmp_path / "nvme")) as daemon,
-        chains_of(daemon) as chains,
+        chains_of(daemon, way=way) as chains,
     ):
         assert chains.store("hinted", "not hinted") == 0
         # The pool holds 13 of them.

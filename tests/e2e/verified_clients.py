@@ -16,6 +16,7 @@ from tests.fakes.generated_blocks import (
     spec,
     store_chain,
 )
+from tests.fakes.ways import connect
 
 CHAINS = 32
 BLOCKS = 32
@@ -131,9 +132,9 @@ class Reader:
         return found.blocks
 
 
-def read_and_verify(wire: Wire, runtime_dir: str, seed: int, threads: int, verified: int) -> None:
+def read_and_verify(wire: Wire, where: str, seed: int, threads: int, verified: int) -> None:
     """Tells the tallies of all threads."""
-    with kvkeep.connect(runtime_dir, timeout_s=20.0) as client:
+    with connect(where, timeout_s=20.0) as client:
         namespaces = {name: client.open_namespace(one) for name, one in SPECS.items()}
         readers = [Reader(namespaces, 1000 * seed + number) for number in range(threads)]
         failures: list[BaseException] = []

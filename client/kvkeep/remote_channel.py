@@ -1,0 +1,133 @@
+"""The calls of a session on another host, as they are on the wire, and its streams of bytes."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Final
+
+from kvkeep.transport import OPTIONS, call_failed, metadata_of, retry_after_of
+
+# isort: split
+import grpc
+
+from kvkeep.call_socket import Reply
+from kvkeep.errors import SessionLostError
+from kvkeep.v1.block_cache_pb2_grpc import BlockCacheStub
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from kvkeep.v1.block_cache_pb2 import (
+        AwaitRequest,
+        AwaitResponse,
+        ReadRequest,
+        ReadResponse,
+        WriteRequest,
+    )
+
+# A window of 1 MiB holds a stream up where a round trip takes more than 2 ms; gRPC's own probing
+# lets a reader that is held up buffer 16 MiB a stream.
+_REMOTE_OPTIONS: Final = (
+    *OPTIONS,
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", 4 * 1024 * 1024),
+)
+_CLOSED: Final = Reply(grpc.StatusCode.UNAUTHENTICATED.value[0], 0.0, b"the session was closed")
+
+
+class RemoteChannel:
+    """The calls of a session on another host, as they are on the wire. Any thread may call."""
+
+    def __init__(self, address: str, session_token: bytes) -> None:
+        """Opens nothing: the channel connects with the first call."""
+        self._channel = grpc.insecure_channel(address, options=_REMOTE_OPTIONS)
+        self._stub: BlockCacheStub = BlockCacheStub(self._channel)
+        self._metadata = metadata_of(session_token)
+        self._closed = threading.Event()
+
+    def begin(
+        self, name: str, payload: bytes, timeout_s: float, on_reply: Callable[[Reply], None]
+    ) -> None:
+        """A unary call of BlockCache, by its name; `on_reply` runs in a thread of gRPC's."""
+        try:
+            future = self._unary(name).future(payload, timeout=timeout_s, metadata=self._metadata)
+            future.add_done_callback(lambda done: on_reply(_ended(done)))
+        except ValueError:
+            # grpc says so when the channel is closed.
+            on_reply(_CLOSED)
+
+    def call(self, name: str, payload: bytes, timeout_s: float) -> Reply:
+        """As `begin`, and wait."""
+        try:
+            answer = self._unary(name)(payload, timeout=timeout_s, metadata=self._metadata)
+        except grpc.RpcError as error:
+            return _refused(error)
+        except ValueError:
+            return _CLOSED
+        return Reply(0, 0.0, answer)
+
+    def _unary(self, name: str) -> grpc.UnaryUnaryMultiCallable[bytes, bytes]:
+        """Of bytes, as they are."""
+        return self._channel.unary_unary(f"/kvkeep.v1.BlockCache/{name}")
+
+    def read(self, request: ReadRequest, timeout_s: float) -> Iterator[ReadResponse]:
+        """Read. Errors: as `Transport`."""
+        try:
+            yield from self._stub.Read(request, timeout=timeout_s, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise call_failed(error, "Read") from error
+        except ValueError as error:
+            raise SessionLostError("Read: the session was closed") from error
+
+    def arrivals(
+        self,
+        request: AwaitRequest,
+        timeout_s: float,
+        on_arrival: Callable[[AwaitResponse], bool],
+    ) -> Reply:
+        """Await, until its end or until `on_arrival` says that no more is wanted; how it ended."""
+        try:
+            answers = self._stub.Await(request, timeout=timeout_s, metadata=self._metadata)
+            for answer in answers:
+                if not on_arrival(answer):
+                    answers.cancel()
+                    break
+        except grpc.RpcError as error:
+            return _refused(error)
+        except ValueError:
+            return _CLOSED
+        return Reply(0, 0.0, b"")
+
+    def write(self, requests: Iterator[WriteRequest], timeout_s: float) -> Reply:
+        """Write; the payload is a CommitResponse."""
+        try:
+            response = self._stub.Write(requests, timeout=timeout_s, metadata=self._metadata)
+        except grpc.RpcError as error:
+            return _refused(error)
+        except ValueError:
+            return _CLOSED
+        return Reply(0, 0.0, response.commit.SerializeToString())
+
+    def pause(self, seconds: float) -> None:
+        """Wait before another try, but not when there can be none."""
+        self._closed.wait(max(0.0, seconds))
+
+    def close(self) -> None:
+        """Ends every call under way."""
+        self._closed.set()
+        self._channel.close()
+
+
+def _ended(done: grpc.Future[bytes]) -> Reply:
+    """What a call came to."""
+    try:
+        return Reply(0, 0.0, done.result())
+    except grpc.RpcError as error:
+        return _refused(error)
+    except grpc.FutureCancelledError:
+        return _CLOSED
+
+
+def _refused(error: grpc.RpcError) -> Reply:
+    code = error.code()
+    return Reply(code.value[0], retry_after_of(error), (error.details() or str(code)).encode())
