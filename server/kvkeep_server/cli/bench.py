@@ -1,4 +1,5 @@
-"""`kvkeep bench`: what one host gives (`local`), and one device (`nvme`), against baselines."""
+"""`kvkeep bench`: what one host gives (`local`), and others of it (`remote`), and one device
+(`nvme`), against baselines."""
 
 import dataclasses
 import shutil
@@ -27,6 +28,8 @@ from kvkeep_server.cli.bench_local import (
 )
 from kvkeep_server.cli.bench_nvme import NvmeBench, NvmePlan
 from kvkeep_server.cli.bench_nvme_log import Slots
+from kvkeep_server.cli.bench_remote import RemotePlan
+from kvkeep_server.cli.bench_remote import measure as measure_remote
 from kvkeep_server.cli.bench_rows import (
     BOUNDS,
     ENGINE_BOUNDS,
@@ -220,6 +223,35 @@ def engine(*, as_machine: bool, check: bool, requests: int) -> int:
             counts = dict(sorted(bench_of.loop.counts.items()))
     facts = {**host(), "requests": bench_of.requests, "counts": counts}
     return _report(facts, rows, ENGINE_BOUNDS if check else {}, as_machine=as_machine)
+
+
+@bench.command()
+@click.option("--json", "as_machine", is_flag=True, help="One JSON object instead of the table.")
+@click.option(
+    "--batches",
+    type=click.IntRange(min=1),
+    default=RemotePlan().batches,
+    show_default=True,
+    help="Stored of each block size, of 64 blocks each.",
+)
+@click.option(
+    "--rounds",
+    type=click.IntRange(min=1),
+    default=RemotePlan().rounds,
+    show_default=True,
+    help="Interleaved rounds.",
+)
+def remote(*, as_machine: bool, batches: int, rounds: int) -> int:
+    """Read and store as a client on another host does, beside one on this host.
+
+    Over the loopback, with a daemon of its own. Takes about half a minute and 2 GiB of memory.
+    """
+    plan = RemotePlan(batches=batches, rounds=rounds)
+    _check_free(plan.pool_nbytes + 4 * plan.staging_nbytes + MARGIN_NBYTES // 4, "--batches")
+    with tempfile.TemporaryDirectory(prefix="kvkeep-bench-") as folder:
+        rows = measure_remote(plan, Path(folder), _progress)
+    facts = {**host(), "grpcio": grpc.__version__, "batches": batches, "rounds": rounds}
+    return _report(facts, rows, {}, as_machine=as_machine)
 
 
 def _report(
