@@ -13,7 +13,7 @@ from kvkeep_server.cli.bench_load import GrownPool
 
 
 class KVKeepPeer:
-    warm_share = 0.0  # one batch: the pool's chunks are touched when it grows
+    warm_share = 1.0  # the pool grows, and gets its huge pages
 
     def open(self, plan: Plan) -> None:
         pool = plan.working_set_nbytes * 5 // 4 + 2 * plan.batch_nbytes
@@ -25,6 +25,7 @@ class KVKeepPeer:
         self.client = kvkeep.connect(str(plan.directory), staging_nbytes=1024 * MIB, timeout_s=30.0)
         self.pool = GrownPool(self.client)
         self.staged_nbytes = 0
+        self.warm_keys: list[bytes] | None = []
         self.namespace = self.client.open_namespace(
             kvkeep.NamespaceSpec(
                 tenant="bench",
@@ -49,7 +50,10 @@ class KVKeepPeer:
         # The pool grows when less than half a chunk is free; a commit that meets a growth waits for
         # it, which the median of a round does not see.
         self.pool.wait_for(min(self.staged_nbytes, 256 * MIB))
-        store = self.namespace.store(b"".join(keys))
+        packed = b"".join(keys)
+        if self.warm_keys is not None:
+            self.warm_keys.append(packed)
+        store = self.namespace.store(packed)
         for view, source in zip(store.views, sources, strict=True):
             np.copyto(np.frombuffer(view, np.uint8), source)
         return store
@@ -62,7 +66,10 @@ class KVKeepPeer:
         return self.namespace.read_into(b"".join(keys), into.whole)
 
     def warm_done(self) -> None:
-        """The warm-up's batch stays: the pool has room for it."""
+        self.pool.wait_for_huge_pages()
+        for packed in self.warm_keys or ():
+            self.namespace.remove(packed)
+        self.warm_keys = None
 
     def close(self) -> None:
         if hasattr(self, "client"):
