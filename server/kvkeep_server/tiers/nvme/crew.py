@@ -28,6 +28,7 @@ T = TypeVar("T")
 # Small jobs that come together go to one thread together, up to this: it waits for all of them at
 # once. With more it would verify them while the device has nothing to do.
 _TOGETHER_NBYTES = 512 << 10
+_NEVER_RAN = RuntimeError("a job that never ran")
 
 
 @dataclass(slots=True, eq=False)
@@ -83,8 +84,7 @@ class ReadingCrew(Generic[J, T]):
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
             self._listen(loop)
-        unknown: list[T | Exception] = [RuntimeError("a job that never ran")] * len(jobs)
-        order = _Order(loop.create_future(), len(jobs), unknown)
+        order: _Order[T] = _Order(loop.create_future(), len(jobs), [_NEVER_RAN] * len(jobs))
         if not self._waiting:
             loop.call_soon(self._hand_out)
         self._waiting += [(order, place, job) for place, job in enumerate(jobs)]

@@ -3,6 +3,7 @@
 import errno
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import xxhash
 
@@ -20,10 +21,6 @@ from kvkeep_server.tiers.record import (
     key_seed,
 )
 
-# A `ReadStatus` each.
-Statuses = bytearray
-# Statuses, and how many blocks could not be read for errors of the system.
-Read = tuple[Statuses, int]
 # Looked up once: an enum's attribute costs more than a comparison.
 _HIT, _MISS = int(ReadStatus.HIT), int(ReadStatus.MISS)
 _CORRUPT, _THROTTLED = int(ReadStatus.CORRUPT), int(ReadStatus.THROTTLED)
@@ -31,125 +28,140 @@ _CORRUPT, _THROTTLED = int(ReadStatus.CORRUPT), int(ReadStatus.THROTTLED)
 UNREADABLE = {errno.EIO, errno.EILSEQ, errno.ENODATA}
 
 
-@dataclass(slots=True)
-class Asked:
-    """Blocks of one namespace, group and size that lie in one segment, by ascending location.
+@dataclass(slots=True, eq=False)
+class Call:
+    """What one caller asked for: blocks of one namespace, group and size. A block is named by its
+    place, its position here; jobs and runs are lists of places, so that nothing is copied for them.
 
     Lists, not arrays: most calls are for few blocks, and numpy gives the GIL up where a comparison
     is over sooner than it comes back.
 
     Attributes:
-        namespace_id: Theirs.
-        group: Theirs.
+        namespace_id: Of all blocks.
+        group: Of all.
         nbytes: Of each block.
         seed: `checksum_seed` of these three.
-        keys: Of each block.
+        key_nbytes: Of each key.
+        keys: One behind the other.
         locations: Of each.
         stamps: Of each.
         into: Where each goes, `nbytes` long.
+        status: A `ReadStatus` each, MISS at first; each place is written by one thread.
     """
 
     namespace_id: bytes
     group: int
     nbytes: int
     seed: int
-    keys: list[bytes]
+    key_nbytes: int
+    keys: bytes
     locations: list[int]
     stamps: list[int]
-    into: list[memoryview]
+    into: Sequence[memoryview]
+    status: bytearray
 
-    def part(self, start: int, stop: int) -> "Asked":
-        """Blocks start to stop (exclusive)."""
-        return Asked(
-            self.namespace_id,
-            self.group,
-            self.nbytes,
-            self.seed,
-            self.keys[start:stop],
-            self.locations[start:stop],
-            self.stamps[start:stop],
-            self.into[start:stop],
-        )
-
-    def parts(self, nbytes_max: int) -> list["Asked"]:
-        """Each run by itself."""
-        runs = self.runs(nbytes_max)
-        return [self] if len(runs) == 1 else [self.part(*run) for run in runs]
+    def key(self, place: int) -> bytes:
+        """Of one block."""
+        begin = place * self.key_nbytes
+        return self.keys[begin : begin + self.key_nbytes]
 
     @property
     def record_pages(self) -> int:
         """Pages of each record."""
         return 1 + -(-self.nbytes // PAGE_NBYTES)
 
-    def runs(self, nbytes_max: int) -> list[tuple[int, int]]:
-        """Bounds of neighbours that are read with one system call each."""
-        if len(self.keys) == 1:
-            return [(0, 1)]
+    def runs(self, places: list[int], nbytes_max: int) -> list[list[int]]:
+        """Cuts places, by ascending location, into neighbours that are read with one system call
+        each."""
+        if len(places) == 1:
+            return [places]
         step = self.record_pages
         longest = min(OP_RECORDS_MAX, max(1, nbytes_max // (step * PAGE_NBYTES)))
-        runs, start = [], 0
-        for i in range(1, len(self.keys) + 1):
-            apart = i == len(self.keys) or self.locations[i] != self.locations[i - 1] + step
-            if apart or i - start == longest:
-                runs.append((start, i))
-                start = i
+        runs, expected = [places[:1]], self.locations[places[0]] + step
+        for place in places[1:]:
+            if self.locations[place] != expected or len(runs[-1]) == longest:
+                runs.append([])
+            runs[-1].append(place)
+            expected = self.locations[place] + step
         return runs
 
+    def say(self, places: list[int], status: int) -> None:
+        """The same of several blocks."""
+        for place in places:
+            self.status[place] = status
 
-@dataclass(slots=True)
+
+@dataclass(slots=True, eq=False)
 class Job:
     """What is read from one segment.
 
     Attributes:
         segment: Which, held.
-        asked: Its blocks.
+        call: Whose.
+        places: Which of its blocks, by ascending location.
     """
 
     segment: Segment
-    asked: Asked
+    call: Call
+    places: list[int]
 
     @property
     def nbytes(self) -> int:
         """Of all its blocks."""
-        return len(self.asked.keys) * self.asked.nbytes
+        return len(self.places) * self.call.nbytes
 
 
 def read_blocks(
     files: Files, workers: Workers, jobs: Sequence[Job]
-) -> list[Read | FileNotFoundError]:
-    """Reads and verifies blocks: neighbours with one system call, and several of those at once.
+) -> list[int | FileNotFoundError]:
+    """Reads and verifies blocks: neighbours with one system call, and several of those at once. The
+    answers are in `Call.status`.
 
     Returns:
-        Of each job; FileNotFoundError where the segment's file is gone.
+        Of each job, how many blocks could not be read for errors of the system; FileNotFoundError
+        where the segment's file is gone.
     """
-    results: list[Read | FileNotFoundError] = []
+    results: list[int | FileNotFoundError] = []
     runs: list[_Run] = []
     for number, job in enumerate(jobs):
+        call = job.call
         try:
             fd = job.segment.opened(files)
         except FileNotFoundError as error:
             results.append(error)
         except OSError:
-            count = len(job.asked.keys)
-            results.append((bytearray([_THROTTLED]) * count, count))
+            call.say(job.places, _THROTTLED)
+            results.append(len(job.places))
         else:
-            results.append((bytearray(), 0))
-            runs += [_Run(number, fd, part) for part in job.asked.parts(OP_NBYTES_MAX)]
+            results.append(0)
+            runs += [_Run(number, fd, call, some) for some in call.runs(job.places, OP_NBYTES_MAX)]
     for group in _groups(runs):
-        for run, (status, errors) in zip(group, _read_group(files, workers, group), strict=True):
+        for run, errors in _read_group(files, workers, group):
             sofar = results[run.job]
             assert not isinstance(sofar, FileNotFoundError)
-            results[run.job] = sofar[0] + status, sofar[1] + errors
+            results[run.job] = sofar + errors
     return results
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Run:
     """Neighbours in a file; `job` is the number of the job that wants them."""
 
     job: int
     fd: int
-    asked: Asked
+    call: Call
+    places: list[int]
+
+    @property
+    def into(self) -> list[memoryview]:
+        """Where its blocks go."""
+        into = self.call.into
+        return [into[place] for place in self.places]
+
+    @property
+    def offset(self) -> int:
+        """Of its first record in the file."""
+        return (self.call.locations[self.places[0]] & PAGE_MAX) * PAGE_NBYTES
 
 
 def _groups(runs: list[_Run]) -> Iterator[list[_Run]]:
@@ -157,7 +169,7 @@ def _groups(runs: list[_Run]) -> Iterator[list[_Run]]:
     group: list[_Run] = []
     records = 0
     for run in runs:
-        count = len(run.asked.keys)
+        count = len(run.places)
         if group and records + count > OP_RECORDS_MAX:
             yield group
             group, records = [], 0
@@ -167,111 +179,108 @@ def _groups(runs: list[_Run]) -> Iterator[list[_Run]]:
         yield group
 
 
-def _read_group(files: Files, workers: Workers, runs: list[_Run]) -> list[Read]:
+# Runs, and how many of each one's blocks could not be read for errors of the system.
+_Errors = Iterator[tuple[_Run, int]]
+
+
+def _read_group(files: Files, workers: Workers, runs: list[_Run]) -> _Errors:
     """Whole pages go straight to where they are wanted."""
-    if not all(is_aligned(target) for run in runs for target in run.asked.into):
-        return [_read_bounced(files, workers, run) for run in runs]
+    targets = [run.into for run in runs]
+    if not all(map(is_aligned, chain.from_iterable(targets))):
+        for run in runs:
+            yield run, _read_bounced(files, workers, run)
+        return
     scratch = workers.read_pairs.take(0)
     try:
+        flat = scratch.data
         parts, ops, begin = [], [], 0
-        for run in runs:
-            end = begin + 2 * len(run.asked.keys) * PAGE_NBYTES
-            part = scratch[begin:end]
-            parts.append(part.data)
-            ops.append(ReadOp(run.fd, interleave(part, run.asked.into), _offset(run.asked)))
+        for run, into in zip(runs, targets, strict=True):
+            end = begin + 2 * len(into) * PAGE_NBYTES
+            part = flat[begin:end]
+            parts.append(part)
+            ops.append(ReadOp(run.fd, interleave(part, into), run.offset))
             begin = end
-        reads = []
-        for run, flat, got in zip(runs, parts, files.read_many(ops), strict=True):
+        for run, part, got in zip(runs, parts, files.read_many(ops), strict=True):
             if isinstance(got, OSError):
-                reads.append(_one_by_one(files, workers, run, got))
+                yield run, _one_by_one(files, workers, run, got)
             else:
-                reads.append((_direct(run.asked, flat, got), 0))
-        return reads
+                _direct(run, part, got)
+                yield run, 0
     finally:
         workers.read_pairs.give(scratch)
 
 
-def _direct(asked: Asked, flat: memoryview, got: int) -> Statuses:
+def _direct(run: _Run, flat: memoryview, got: int) -> None:
     """Brings the ends of payloads to where they belong, and verifies."""
-    rest = asked.nbytes % PAGE_NBYTES
+    rest = run.call.nbytes % PAGE_NBYTES
     if rest:
-        end = PAGE_NBYTES
-        for target in asked.into:
-            target[-rest:] = flat[end : end + rest]
+        end, into = PAGE_NBYTES, run.call.into
+        for place in run.places:
+            into[place][-rest:] = flat[end : end + rest]
             end += 2 * PAGE_NBYTES
-    return _verify(asked, flat, 2 * PAGE_NBYTES, got)
+    _verify(run, flat, 2 * PAGE_NBYTES, got)
 
 
-def _one_by_one(files: Files, workers: Workers, run: _Run, error: OSError) -> Read:
+def _one_by_one(files: Files, workers: Workers, run: _Run, error: OSError) -> int:
     """After an error: a read for each block, so that only bad places suffer."""
-    count = len(run.asked.keys)
-    if count == 1:
-        return bytearray([_CORRUPT if error.errno in UNREADABLE else _THROTTLED]), 1
-    statuses, errors = bytearray(), 0
-    for i in range(count):
-        one = replace(run, asked=run.asked.part(i, i + 1))
-        [(status, failed)] = _read_group(files, workers, [one])
-        statuses += status
-        errors += failed
-    return statuses, errors
+    if len(run.places) == 1:
+        run.call.say(run.places, _CORRUPT if error.errno in UNREADABLE else _THROTTLED)
+        return 1
+    ones = [replace(run, places=[place]) for place in run.places]
+    return sum(failed for one in ones for _, failed in _read_group(files, workers, [one]))
 
 
-def _read_bounced(files: Files, workers: Workers, run: _Run) -> Read:
+def _read_bounced(files: Files, workers: Workers, run: _Run) -> int:
     """For callers' memory that is not aligned."""
-    asked = run.asked
-    stride = asked.record_pages * PAGE_NBYTES
-    scratch = workers.bounce.take(len(asked.keys) * stride)
+    call, count = run.call, len(run.places)
+    stride = call.record_pages * PAGE_NBYTES
+    scratch = workers.bounce.take(count * stride)
     try:
-        flat = scratch.data[: len(asked.keys) * stride]
-        [got] = files.read_many([ReadOp(run.fd, [flat], _offset(asked))])
+        flat = scratch.data[: count * stride]
+        [got] = files.read_many([ReadOp(run.fd, [flat], run.offset)])
         if isinstance(got, OSError):
             return _one_by_one(files, workers, run, got)
         begin = PAGE_NBYTES
-        for target in asked.into:
-            target[:] = flat[begin : begin + asked.nbytes]
+        for target in run.into:
+            target[:] = flat[begin : begin + call.nbytes]
             begin += stride
-        return _verify(asked, flat, stride, got), 0
+        _verify(run, flat, stride, got)
+        return 0
     finally:
         workers.bounce.give(scratch)
 
 
-def _headers_in(got: int, asked: Asked) -> int:
-    """How many headers so many bytes hold: what the file does not have is no record. A payload that
-    is not all there fails its checksum."""
-    return -(-(got // PAGE_NBYTES) // asked.record_pages)
-
-
-def _offset(asked: Asked) -> int:
-    return (asked.locations[0] & PAGE_MAX) * PAGE_NBYTES
-
-
-def _verify(asked: Asked, flat: memoryview, stride: int, got: int) -> Statuses:
+def _verify(run: _Run, flat: memoryview, stride: int, got: int) -> None:
     """Whether headers and payloads are those of the blocks: HIT; of another block, which is what a
     caller with old news gets: MISS; anything else is CORRUPT.
 
     Args:
-        asked: The blocks.
+        run: The blocks.
         flat: Where their header pages are.
         stride: Bytes from one header page to the next.
-        got: Bytes that came from the file.
+        got: Bytes that came from the file: what the file does not have is no record. A payload that
+            is not all there fails its checksum.
     """
-    there = _headers_in(got, asked)
-    statuses = bytearray([_CORRUPT]) * len(asked.keys)
-    for i in range(min(there, len(statuses))):
-        statuses[i] = _status(asked, i, flat[i * stride : i * stride + PAGE_NBYTES])
-    return statuses
+    call, begin = run.call, 0
+    left = -(-(got // PAGE_NBYTES) // call.record_pages)
+    for place in run.places:
+        page = flat[begin : begin + PAGE_NBYTES]
+        call.status[place] = _status(call, place, page) if left > 0 else _CORRUPT
+        begin += stride
+        left -= 1
 
 
-def _status(asked: Asked, i: int, page: memoryview) -> int:
-    found = check_block(page, asked.namespace_id, asked.group, asked.nbytes)
+def _status(call: Call, place: int, page: memoryview) -> int:
+    found = check_block(page, call.namespace_id, call.group, call.nbytes)
     if found is None:
         return _CORRUPT
     location, seq, key, checksum = found
     if location == 0:
         return _MISS
-    if location != asked.locations[i]:
+    if location != call.locations[place]:
         return _CORRUPT
-    if seq != asked.stamps[i] or key != asked.keys[i].ljust(KEY_NBYTES_MAX, b"\0"):
+    own = call.key(place)
+    if seq != call.stamps[place] or key != own.ljust(KEY_NBYTES_MAX, b"\0"):
         return _MISS
-    digest = xxhash.xxh3_64_intdigest(asked.into[i], key_seed(asked.seed, asked.keys[i]))
+    digest = xxhash.xxh3_64_intdigest(call.into[place], key_seed(call.seed, own))
     return _HIT if digest == checksum else _CORRUPT

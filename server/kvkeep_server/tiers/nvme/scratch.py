@@ -52,14 +52,13 @@ def is_aligned(view: memoryview) -> bool:
     return address % PAGE_NBYTES == 0
 
 
-def interleave(scratch: Scratch, payloads: Sequence[memoryview]) -> list[memoryview]:
+def interleave(flat: memoryview, payloads: Sequence[memoryview]) -> list[memoryview]:
     """The buffers of records that lie one behind the other in a file, for one system call.
 
-    Of each record `i` the header is page `2 i` of the scratch and the last, broken page of its
-    payload is page `2 i + 1`; the whole pages are where the payload lies. The end of a record and
-    the header of the next are neighbours in the scratch, as in the file.
+    Of each record `i` the header is page `2 i` of the scratch memory `flat`, and the last, broken
+    page of its payload is page `2 i + 1`; the whole pages are where the payload lies. The end of a
+    record and the header of the next are neighbours in the scratch, as in the file.
     """
-    flat = scratch.data
     buffers: list[memoryview] = []
     begin = end = 0
     for i, payload in enumerate(payloads):

@@ -6,7 +6,7 @@ costs it no memory. Its owner (`RecordOwner`) knows which records are wanted.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,7 +34,7 @@ from kvkeep_server.tiers.nvme.directory import (
 )
 from kvkeep_server.tiers.nvme.files import Files
 from kvkeep_server.tiers.nvme.log import Log
-from kvkeep_server.tiers.nvme.reading import Asked, Job, Read, Statuses, read_blocks
+from kvkeep_server.tiers.nvme.reading import Call, Job, read_blocks
 from kvkeep_server.tiers.nvme.recovery import recover_segment, sift
 from kvkeep_server.tiers.nvme.segment_format import PAGE_MAX
 from kvkeep_server.tiers.nvme.segments import (
@@ -243,7 +243,7 @@ class NvmeTier:
     def resident(self, blocks: Blocks) -> NDArray[np.uint8]:
         """See `Tier`: YES where a record of that number may lie, as far as memory tells."""
         status = np.full(len(blocks), Presence.NO, np.uint8)
-        for _, _, places in self._held(blocks):
+        for _, _, places in self._held(blocks.locations.tolist(), blocks.stamps.tolist()):
             status[places] = Presence.YES
         return status
 
@@ -258,14 +258,13 @@ class NvmeTier:
             self._counts.throttled += count
             there = self.resident(blocks) == Presence.YES
             return np.where(there, ReadStatus.THROTTLED, ReadStatus.MISS).astype(np.uint8)
-        # Bytes, not an array: most calls are for few blocks.
-        status = bytearray([_MISS]) * count
+        call = _call(blocks, into)
         self._reading_nbytes += nbytes
         try:
-            await self._read_all(blocks, into, status)
+            await self._read_all(call)
         finally:
             self._reading_nbytes -= nbytes
-        return np.frombuffer(status, np.uint8)
+        return np.frombuffer(call.status, np.uint8)
 
     def reserve(self, nbytes: int, count: int) -> NvmeBatch:
         """See `Tier`: room in one directory, so that a chain lies together.
@@ -301,7 +300,7 @@ class NvmeTier:
         status = np.full(len(blocks), RemoveStatus.ABSENT, np.uint8)
         appends: list[tuple[Log, str, Append]] = []
         locations = blocks.locations.tolist()
-        for log, segment, places in self._held(blocks):
+        for log, segment, places in self._held(locations, blocks.stamps.tolist()):
             once = list({locations[place]: place for place in places}.values())
             status[once] = RemoveStatus.REMOVED
             segment.dead.update(locations[place] & PAGE_MAX for place in once)
@@ -341,9 +340,10 @@ class NvmeTier:
     def _writing_nbytes(self) -> int:
         return sum(log.claimed_nbytes for log in self._logs)
 
-    def _held(self, blocks: Blocks) -> list[tuple[Log, Segment, list[int]]]:
+    def _held(
+        self, locations: list[int], stamps: list[int]
+    ) -> list[tuple[Log, Segment, list[int]]]:
         """The readable segments in which blocks may lie, and the positions of those blocks."""
-        locations, stamps = blocks.locations.tolist(), blocks.stamps.tolist()
         places_of: dict[int, list[int]] = {}
         for place, location in enumerate(locations):
             places_of.setdefault(location >> 32, []).append(place)
@@ -358,41 +358,39 @@ class NvmeTier:
                         held.append((log, segment, there))
         return held
 
-    async def _read_all(self, blocks: Blocks, into: Sequence[memoryview], status: Statuses) -> None:
-        """Writes its answers into `status`."""
-        ask = _asker(blocks, into)
+    async def _read_all(self, call: Call) -> None:
+        """Writes its answers into `call.status`."""
         parts = [
-            (log, segment, part, some)
-            for log, segment, places in self._held(blocks)
-            for part, some in _pieces(*ask(places))
+            (log, Job(segment, call, piece))
+            for log, segment, places in self._held(call.locations, call.stamps)
+            for piece in _pieces(call, places)
         ]
-        for log, segment, _, _ in parts:
-            log.directory.table.hold(segment)
+        for log, job in parts:
+            log.directory.table.hold(job.segment)
         try:
-            answers = await self._readers.run([Job(segment, part) for _, segment, part, _ in parts])
+            answers = await self._readers.run([job for _, job in parts])
         finally:
-            for log, segment, _, _ in parts:
-                log.directory.table.release(segment)
-        for (log, segment, part, some), answer in zip(parts, answers, strict=True):
+            for log, job in parts:
+                log.directory.table.release(job.segment)
+        for (log, job), answer in zip(parts, answers, strict=True):
             if isinstance(answer, FileNotFoundError):
-                self._vanished(log, segment)
+                self._vanished(log, job.segment)
             elif isinstance(answer, Exception):
                 raise answer
             else:
-                self._note(log, segment, part, answer)
-                for place, one in zip(some, answer[0], strict=True):
-                    status[place] = one
+                self._counts.read_errors += answer
+                self._note(log, job)
 
-    def _note(self, log: Log, segment: Segment, asked: Asked, read: Read) -> None:
+    def _note(self, log: Log, job: Job) -> None:
         """Counts, and corrects the answers by what happened meanwhile."""
-        answers, errors = read
-        self._counts.read_errors += errors
-        if segment.dead or _CORRUPT in answers:
-            for i, answer in enumerate(answers):
-                if answer == _CORRUPT:
-                    self._corrupt(log, segment, asked.locations[i], asked.stamps[i])
-                elif (asked.locations[i] & PAGE_MAX) in segment.dead:
-                    answers[i] = _MISS  # removed meanwhile
+        call, segment = job.call, job.segment
+        if segment.dead or _CORRUPT in call.status:
+            for place in job.places:
+                location = call.locations[place]
+                if call.status[place] == _CORRUPT:
+                    self._corrupt(log, segment, location, call.stamps[place])
+                elif (location & PAGE_MAX) in segment.dead:
+                    call.status[place] = _MISS  # removed meanwhile
 
     def _corrupt(self, log: Log, segment: Segment, location: int, stamp: int) -> None:
         """Drops a record whose bytes are wrong; the first who finds out tells its owner."""
@@ -422,42 +420,33 @@ class NvmeTier:
                 raise TierUnavailableError(f"nvme: removed, but not on the medium: {reason}")
 
 
-def _asker(
-    blocks: Blocks, into: Sequence[memoryview]
-) -> Callable[[list[int]], tuple[Asked, list[int]]]:
-    """Makes what a reader needs to know of some of the blocks, by ascending location."""
-    size = blocks.keys.key_nbytes
-    packed = blocks.keys.pack()
-    locations, stamps = blocks.locations.tolist(), blocks.stamps.tolist()
-    seed = checksum_seed(blocks.namespace_id, blocks.group, blocks.nbytes)
-
-    def ask(places: list[int]) -> tuple[Asked, list[int]]:
-        places.sort(key=locations.__getitem__)
-        asked = Asked(
-            blocks.namespace_id,
-            blocks.group,
-            blocks.nbytes,
-            seed,
-            [packed[place * size : (place + 1) * size] for place in places],
-            [locations[place] for place in places],
-            [stamps[place] for place in places],
-            [into[place] for place in places],
-        )
-        return asked, places
-
-    return ask
+def _call(blocks: Blocks, into: Sequence[memoryview]) -> Call:
+    return Call(
+        blocks.namespace_id,
+        blocks.group,
+        blocks.nbytes,
+        checksum_seed(blocks.namespace_id, blocks.group, blocks.nbytes),
+        blocks.keys.key_nbytes,
+        blocks.keys.pack(),
+        blocks.locations.tolist(),
+        blocks.stamps.tolist(),
+        into,
+        bytearray([_MISS]) * len(into),
+    )
 
 
-def _pieces(asked: Asked, places: list[int]) -> list[tuple[Asked, list[int]]]:
+def _pieces(call: Call, places: list[int]) -> list[list[int]]:
     """Cuts what lies in one segment for several threads: of neighbours not too many bytes, of
     scattered blocks not too many calls."""
     if len(places) == 1:
-        return [(asked, places)]
-    pieces, start, calls = [], 0, 0
-    for _, stop in asked.runs(_PIECE_NBYTES):
+        return [places]
+    pieces: list[list[int]] = []
+    piece: list[int] = []
+    calls = 0
+    for run in call.runs(sorted(places, key=call.locations.__getitem__), _PIECE_NBYTES):
         calls += 1
-        full = (stop - start) * asked.nbytes >= _PIECE_NBYTES // 2 or calls == _PIECE_CALLS
-        if full or stop == len(places):
-            pieces.append((asked.part(start, stop), places[start:stop]))
-            start, calls = stop, 0
-    return pieces
+        piece += run
+        if len(run) * call.nbytes >= _PIECE_NBYTES // 2 or calls == _PIECE_CALLS:
+            pieces.append(piece)
+            piece, calls = [], 0
+    return [*pieces, piece] if piece else pieces

@@ -141,7 +141,7 @@ def _write_gathered(
                 end = (2 * i + 1) * PAGE_NBYTES
                 flat[end : end + rest] = source[-rest:]
                 flat[end + rest : end + PAGE_NBYTES] = _ZEROS[rest:]
-        files.pwritev(fd, interleave(scratch, sources), offset)
+        files.pwritev(fd, interleave(scratch.data, sources), offset)
     finally:
         workers.write_pairs.give(scratch)
 
