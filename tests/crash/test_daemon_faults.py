@@ -14,8 +14,9 @@ import pytest
 
 import kvkeep
 from kvkeep.call_socket import CallSocket
-from tests.fakes.daemon_process import DaemonProcess
+from tests.fakes.daemon_process import DaemonProcess, running_daemon
 from tests.fakes.generated_blocks import blocks_of, chain_keys, place_of, spec, store_chain
+from tests.fakes.waiting import wait_until
 
 BLOCK_NBYTES = 4096
 BLOCKS = 8
@@ -221,3 +222,27 @@ def test_a_daemon_in_trouble_costs_its_clients_nothing(tmp_path, probes, promise
     finally:
         daemon.kill()
     daemon.check_log()
+
+
+@pytest.mark.parametrize("call", ["prefetch", "stats"])
+def test_calls_on_grpc_find_out_as_well(tmp_path, call):
+    with running_daemon(tmp_path) as daemon, kvkeep.connect(daemon.runtime_dir) as client:
+        namespace = client.open_namespace(SPEC)
+        calls = {
+            "prefetch": lambda: namespace.prefetch(KEYS, timeout_s=CALL_S),
+            "stats": lambda: client.stats(CALL_S),
+        }
+        calls[call]()
+        daemon.send(signal.SIGSTOP)
+        try:
+            failures = []
+            for _ in range(20):
+                with pytest.raises((kvkeep.UnavailableError, kvkeep.DeadlineError)) as failed:
+                    calls[call]()
+                failures.append(failed.type)
+        finally:
+            daemon.send(signal.SIGCONT)
+        assert failures.count(kvkeep.DeadlineError) <= TIMEOUTS
+        assert client.health is kvkeep.Health.SILENT
+        wait_until(lambda: client.health is kvkeep.Health.ANSWERS, BACK_S, "it answers")
+        calls[call]()
