@@ -16,6 +16,7 @@ SHARED = "is about shared memory itself, or a socket that carries descriptors"
 
 LOCAL = {
     "test_both_ways.py": "this list",
+    "test_call_cases.py": NO_CLIENT,
     "test_cases_by_design.py": "a list, too",
     "test_check_offline.py": NO_CLIENT,
     "test_clock_jumps.py": NO_CLIENT,
