@@ -196,13 +196,17 @@ class CallSocket:
 
         Errors: SessionLostError, UnavailableError (the daemon does not answer). `leave` it then.
         """
-        self.breaker.check()
-        if self.breaker.open:
-            raise UnavailableError(f"{pending.what}: {SILENT}")
+        self.require_answers(pending.what)
         self._begin(pending, payload)
         if self._lost:
             raise self.failure(pending.what)
         return pending
+
+    def require_answers(self, what: str) -> None:
+        """Errors: UnavailableError (the daemon does not answer: nothing is to be asked of it)."""
+        self.breaker.check()
+        if self.breaker.open:
+            raise UnavailableError(f"{what}: {SILENT}")
 
     def _begin(self, pending: PendingCall, payload: bytes) -> None:
         pending.call_id = call_id = 1 + next(self._ids) % _CALL_IDS  # 0 is for posts

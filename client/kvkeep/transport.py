@@ -314,9 +314,12 @@ class Transport:
         self, call: Callable[..., Response], request: Message, timeout_s: float, what: str
     ) -> Response:
         """A call that is made too seldom for the call socket."""
+        self.calls.require_answers(what)
         try:
             return call(request, timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                self.calls.breaker.timed_out()
             raise call_failed(error, what) from error
         except ValueError as error:
             # grpc says so when the channel is closed.

@@ -16,6 +16,7 @@ SHARED = "is about shared memory itself, or a socket that carries descriptors"
 
 LOCAL = {
     "test_both_ways.py": "this list",
+    "test_call_cases.py": NO_CLIENT,
     "test_cases_by_design.py": "a list, too",
     "test_check_offline.py": NO_CLIENT,
     "test_clock_jumps.py": NO_CLIENT,
@@ -26,9 +27,11 @@ LOCAL = {
     "test_every_byte.py": "has a test of its own for another host, of fewer reads",
     "test_floods.py": SHARED,
     "test_hostile_calls.py": "test_remote_streams.py has what is hostile on TCP",
+    "test_hostile_messages.py": "sends what no client would, on both ways",
     "test_many_tickets.py": "many clients of the daemon's own host",
     "test_memory_limits.py": NO_CLIENT,
     "test_metrics.py": "counts the calls and touch records of a local client",
+    "test_misses.py": NO_CLIENT,
     "test_names_make_no_paths.py": NO_CLIENT,
     "test_operator_commands.py": NO_CLIENT,
     "test_overload.py": "many clients of the daemon's own host; test_remote_streams.py has limits",

@@ -27,6 +27,7 @@ DEATH = "crash/test_client_death.py"
 DIRECTORY = "e2e/test_nvme_directory.py"
 TIERS = "unit/server/tiering/test_tier_cases.py"
 TICKETS = "e2e/test_many_tickets.py"
+CALLS = "e2e/test_call_cases.py"
 RECLAIM = "unit/server/tiers/nvme/test_reclaim.py"
 
 CASES = {
@@ -53,6 +54,7 @@ CASES = {
     "B031": (TICKETS, "test_b031_cancelled_calls_keep_nothing"),
     "B032": (TICKETS, "test_b032_misses_leave_nothing_behind"),
     "B033": (COMMITS, "test_replacing_the_same_keys_for_ever_costs_no_memory"),
+    "B036": (TICKETS, "test_b036_more_loads_than_readers_wait_and_do_not_fail"),
     "B037": (COMMITS, "test_five_times_the_capacity_stays_within_bounds"),
     "B038": (COMMITS, "test_refused_for_room_then_stored_once"),
     "B039": (TIERS, "test_what_was_demoted_last_does_not_leave_first"),
@@ -71,6 +73,7 @@ CASES = {
     "B066": (MEMORY, "test_a_pool_above_the_cgroup_is_refused_at_start"),
     "B067": ("unit/server/core/test_memfd.py", "test_no_room_is_an_error_and_leaves_nothing"),
     "B069": (DIRECTORY, "test_while_it_is_away_calls_fail_at_once_and_then_go_on"),
+    "B070": (CALLS, "test_b070_a_client_that_dies_with_much_memory_holds_up_nobody"),
     "B071": (DEATH, "test_a_client_that_dies_before_its_first_use_holds_nothing"),
     "B072": ("e2e/test_entry_points.py", "test_a_signal_ends_it_without_residue"),
     "B073": (MEMORY, "test_restarts_in_a_tight_cgroup"),
@@ -81,6 +84,11 @@ CASES = {
     "B075": (MEMORY, "test_the_pool_takes_what_was_configured_whatever_the_block_size"),
     "B076": ("unit/server/core/test_memfd.py", "test_without_huge_pages_it_works_as_well"),
     "B077": (TIERS, "test_a_full_pool_and_full_staging_do_not_starve_reads_from_nvme"),
+    "B078": (CALLS, "test_b078_large_messages_do_not_block_the_loop"),
+    "B079": (CALLS, "test_b079_what_is_above_the_limit_is_refused_at_once"),
+    "B081": (CALLS, "test_b081_a_storm_of_connections_leaves_the_listener_alive"),
+    "B082": (CALLS, "test_b082_the_daemon_never_forks"),
+    "B083": (CALLS, "test_b083_pings_of_an_idle_client_end_nothing"),
     "B095": (TICKETS, "test_b095_read_on_another_connection_what_is_just_being_written"),
 }
 

@@ -151,7 +151,9 @@ def test_what_is_no_protobuf_leaves_no_traceback(daemon):
     with grpc.insecure_channel(f"unix:{daemon.socket}") as channel:
         send = channel.unary_unary("/kvkeep.v1.BlockCache/Commit")
         for _ in range(50):
-            with pytest.raises(grpc.RpcError):
+            with pytest.raises(grpc.RpcError) as refused:
                 send(b"\xff\xff\xff", timeout=10)
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert "no CommitRequest" in refused.value.details()
     assert daemon.serving()
     assert "Traceback" not in daemon.log[before:]

@@ -151,6 +151,29 @@ def test_what_lies_on_nvme_comes_while_the_loop_goes_on(tmp_path):
         daemon.check_log()
 
 
+def test_b036_more_loads_than_readers_wait_and_do_not_fail(tmp_path):
+    """100 at once of one thread that reads."""
+    with (
+        running_daemon(tmp_path, NVME.format(tmp_path) + "read_threads = 1\n") as daemon,
+        kvkeep.connect(daemon.runtime_dir) as client,
+    ):
+        namespace = client.open_namespace(SPEC)
+        chains = [chain_keys(("b036", number), BLOCKS) for number in range(200)]
+        for keys in chains:
+            store_chain(namespace, keys, ack="nvme")
+        waiting = {namespace.submit_acquire(keys, timeout_s=LONG_S): keys for keys in chains[:100]}
+        from_nvme = []
+
+        def done(ticket, keys):
+            assert ticket.state is TicketState.READY, ticket.error
+            from_nvme.append(ticket.acquired.from_nvme)
+            assert right(ticket.acquired, keys) == BLOCKS
+
+        collect(client, waiting, done)
+        assert sum(map(bool, from_nvme)) > 50
+        daemon.check_log()
+
+
 def release_what_is_told(client):
     for ticket in client.poll():
         if ticket.done and ticket.acquired is not None:

@@ -70,6 +70,10 @@ class DaemonProcess:
     def start(self, *, wait_s: float = 20.0) -> None:
         """Starts it and returns when its health says SERVING."""
         self.launch()
+        self.wait_until_serving(wait_s)
+
+    def wait_until_serving(self, wait_s: float = 20.0) -> None:
+        """Returns when its health says SERVING."""
         deadline = time.monotonic() + wait_s
         while not self.serving():
             assert self.process is not None

@@ -67,9 +67,12 @@ class RawSession:
         for fd in (fd for fds in self.fds.values() for fd in fds):
             socket.close(fd)
 
+    @property
+    def metadata(self):
+        return (("kvkeep-session-bin", self.token),)
+
     def call(self, name: str, request):
-        metadata = (("kvkeep-session-bin", self.token),)
-        return getattr(self.stub, name)(request, metadata=metadata, timeout=DEADLINE_S)
+        return getattr(self.stub, name)(request, metadata=self.metadata, timeout=DEADLINE_S)
 
     def frame_call(self, method: int, request) -> tuple[int, bytes]:
         """(status, payload) of a call on the call socket."""

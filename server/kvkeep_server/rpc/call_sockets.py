@@ -26,7 +26,7 @@ from kvkeep_server.rpc import convert
 from kvkeep_server.rpc.block_calls import BlockCalls
 from kvkeep_server.rpc.frame_room import Claim, FrameRoom
 from kvkeep_server.rpc.interceptors import CallMeter
-from kvkeep_server.rpc.request_limits import RequestLimits
+from kvkeep_server.rpc.request_limits import RequestLimits, no_message
 from kvkeep_server.service.session_memory import FdKind, FdOffer
 from kvkeep_server.service.sessions import FdSender, HelloFacts, Session, Sessions, Welcome
 
@@ -356,8 +356,7 @@ class _Connection(asyncio.BufferedProtocol):
             else:
                 self._go_on(call, answer, _as_it_is)
         except DecodeError:
-            sentence = f"{name}: the payload is not its request message"
-            self._reply(call, grpc.StatusCode.INVALID_ARGUMENT, sentence.encode())
+            self._refuse(call, no_message(name, len(payload)))
         except KVKeepError as error:
             self._refuse(call, error)
 

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from kvkeep_server.core.errors import InvalidArgumentError
 from kvkeep_server.core.keys import KEY_NBYTES_MAX
@@ -93,6 +94,16 @@ class RequestLimits:
         return refused
 
 
+def no_message(name: str, nbytes: int) -> InvalidArgumentError:
+    """Of a call whose payload cannot be parsed."""
+    return InvalidArgumentError(
+        "request",
+        f"{nbytes} bytes that are no {name}Request",
+        "its request message, in protobuf's encoding",
+        "use the stubs that come with kvkeep, or make some of proto/kvkeep/v1",
+    )
+
+
 def _few_fields(message: bytes, inner: int | None) -> bool:
     """Whether an encoded message has at most `_FIELDS_MAX` fields, those in it not counted, but for
     each field of the number `inner` by itself; what is no message has none more than were
@@ -134,7 +145,7 @@ class RequestGuard(grpc.aio.ServerInterceptor):
     """Holds the requests of our services to their limits before they are parsed.
 
     A method gets an `InvalidArgumentError` in place of a request that is refused, and raises it
-    (`calls.accept`): gRPC has no better answer to a request that cannot be read than INTERNAL.
+    (`calls.accept`), also of one that is no message: gRPC's answer would be UNKNOWN or INTERNAL.
 
     Args:
         methods: Full names, "/kvkeep.v1.BlockCache/Acquire"; others are not ours.
@@ -165,7 +176,13 @@ class RequestGuard(grpc.aio.ServerInterceptor):
         parse, limits = handler.request_deserializer, self._limits
 
         def parse_bounded(payload: bytes) -> object:
-            return limits.refusal(name, payload) or parse(payload)
+            refused = limits.refusal(name, payload)
+            if refused is not None:
+                return refused
+            try:
+                return parse(payload)
+            except DecodeError:
+                return no_message(name, len(payload))
 
         kind = "_".join(
             "stream" if streaming else "unary"

@@ -43,6 +43,10 @@ _BOUNDED_CONNECTIONS = (
     ("grpc.server_handshake_timeout_ms", 5000),
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
+    # Clients may ping as well, idle ones too. By default gRPC sends away who does so more than
+    # every five minutes.
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 500),
 )
 
 _log = logging.getLogger(__name__)
