@@ -43,7 +43,8 @@ class RawSession:
                 self._take(description, fd)
         self.token = packet.session_token
         self.server_epoch = packet.server_epoch
-        self.channel = grpc.insecure_channel(f"unix:{self._dir / 'kvkeep.sock'}")
+        self.target = f"unix:{self._dir / 'kvkeep.sock'}"
+        self.channel = grpc.insecure_channel(self.target)
         self.stub = block_cache_pb2_grpc.BlockCacheStub(self.channel)
         return self
 

@@ -154,7 +154,8 @@ class LimitSettings:
         "calls_running_max",
         Whole(1, 1 << 20),
         4096,
-        "Calls on gRPC at a time, Attach not counted; above it: RESOURCE_EXHAUSTED.",
+        "Calls on gRPC at a time; above it: RESOURCE_EXHAUSTED. Attach is not counted: "
+        "there may be two for each of sessions_max.",
     )
     session_calls_running_max: int = setting(
         "session_calls_running_max",

@@ -53,7 +53,9 @@ def lease_limits(settings: Settings) -> LeaseLimits:
 def call_limits(settings: Settings) -> CallLimits:
     """Of calls on gRPC."""
     limits = settings.limits
-    return CallLimits(limits.calls_running_max, limits.session_calls_running_max)
+    # While a stream takes over from another of its session, there are two.
+    attached_max = 2 * settings.sessions.sessions_max
+    return CallLimits(limits.calls_running_max, limits.session_calls_running_max, attached_max)
 
 
 def pin_limits(settings: Settings) -> PinLimits:

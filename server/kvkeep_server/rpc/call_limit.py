@@ -16,20 +16,23 @@ from kvkeep_server.rpc.calls import SESSION_KEY, Context, refuse
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
 
 _RETRY_AFTER_S = 0.05
-# A session's own stream: one a session counts, and sessions have a limit of their own.
+# A session's own stream. It is no call that is over soon, so it has a count of its own.
 _ATTACH = "Attach"
 
 
 @dataclass(frozen=True, slots=True)
 class CallLimits:
-    """Names as in the configuration's `[limits]`."""
+    """Names as in the configuration's `[limits]`; and how many Attach streams there may be with a
+    token, and how many without."""
 
     calls_running_max: int
     session_calls_running_max: int
+    attached_max: int
 
 
 class CallLimit(grpc.aio.ServerInterceptor):
-    """Event loop only; one server. Attach does not count.
+    """Event loop only; one server. Attach counts by itself, and apart if it has no token: who only
+    promises to say hello keeps no session out.
 
     Args:
         methods: Full names, "/kvkeep.v1.BlockCache/Acquire"; others are not ours.
@@ -38,13 +41,12 @@ class CallLimit(grpc.aio.ServerInterceptor):
 
     def __init__(self, *, methods: Iterable[str], limits: CallLimits) -> None:
         """See the class."""
-        self._names = {
-            method: name for method in methods if (name := method.rpartition("/")[2]) != _ATTACH
-        }
+        self._names = {method: method.rpartition("/")[2] for method in methods}
         self._limits = limits
         self._limited: dict[str, Any] = {}
         self._running: Counter[bytes] = Counter()
         self._total = 0
+        self._attached: Counter[bool] = Counter()
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
@@ -56,16 +58,17 @@ class CallLimit(grpc.aio.ServerInterceptor):
             return handler
         limited = self._limited.get(method)
         if limited is None:
-            limited = self._limited[method] = self._limit(handler)
+            limited = self._limited[method] = self._limit(self._names[method], handler)
         return limited
 
-    def _limit(self, handler: Any) -> Any:  # noqa: ANN401 - see above
+    def _limit(self, name: str, handler: Any) -> Any:  # noqa: ANN401 - see above
         requests = "stream" if handler.request_streaming else "unary"
         answers = "stream" if handler.response_streaming else "unary"
         method = getattr(handler, f"{requests}_{answers}")
         make = getattr(grpc, f"{requests}_{answers}_rpc_method_handler")
         yields = inspect.isasyncgenfunction(method)
-        limited = self._stream(method) if yields else self._single(method)
+        limit = self._attach if name == _ATTACH else self._stream if yields else self._single
+        limited = limit(method)
         return make(limited, handler.request_deserializer, handler.response_serializer)
 
     def _single(
@@ -90,6 +93,24 @@ class CallLimit(grpc.aio.ServerInterceptor):
             with self._one_more(client):
                 async for answer in method(request, context):
                     yield answer
+
+        return call
+
+    def _attach(
+        self, method: Callable[[Any, Context], AsyncIterator[Any]]
+    ) -> Callable[[Any, Context], AsyncIterator[Any]]:
+        async def call(request: object, context: Context) -> AsyncIterator[object]:
+            known, most = bool(_client_of(context)), self._limits.attached_max
+            if self._attached[known] >= most:
+                what = f"{most} Attach streams run, two for each of sessions.sessions_max"
+                error = ResourceExhaustedError(f"{what}; try again, or raise it", _RETRY_AFTER_S)
+                await refuse(context, error)
+            self._attached[known] += 1
+            try:
+                async for answer in method(request, context):
+                    yield answer
+            finally:
+                self._attached[known] -= 1
 
         return call
 

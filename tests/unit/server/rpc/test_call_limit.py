@@ -9,7 +9,7 @@ import pytest
 from kvkeep_server.rpc.call_limit import CallLimit, CallLimits
 
 WAIT_S = 60.0
-LIMITS = CallLimits(calls_running_max=5, session_calls_running_max=3)
+LIMITS = CallLimits(calls_running_max=5, session_calls_running_max=3, attached_max=7)
 
 
 class Methods:
@@ -51,7 +51,7 @@ async def served(directory):
         "both": grpc.stream_stream_rpc_method_handler(methods.both),
         "requests": grpc.stream_unary_rpc_method_handler(methods.requests),
         "bug": grpc.unary_unary_rpc_method_handler(methods.bug),
-        "Attach": grpc.unary_unary_rpc_method_handler(methods.unary),
+        "Attach": grpc.stream_stream_rpc_method_handler(methods.both),
         "unlimited": grpc.unary_unary_rpc_method_handler(methods.unary),
     }
     server = grpc.aio.server(interceptors=[limit])
@@ -72,7 +72,7 @@ def begin(channel, name, token=b""):
     path = f"/test.Service/{name}"
     if name == "answers":
         return channel.unary_stream(path)(b"x", metadata=metadata)
-    if name == "both":
+    if name in {"both", "Attach"}:
         return channel.stream_stream(path)(iter([b"x"]), metadata=metadata)
     if name == "requests":
         return channel.stream_unary(path)(iter([b"x"]), metadata=metadata)
@@ -141,12 +141,27 @@ def test_cancelled_calls_and_bugs_make_room(tmp_path):
     run(tmp_path, test)
 
 
-@pytest.mark.parametrize("name", ["Attach", "unlimited"])
-def test_what_lives_as_long_as_a_client_or_is_not_ours_does_not_count(tmp_path, name):
+def test_what_is_not_ours_does_not_count(tmp_path):
     async def test(methods, limit, channel):
-        calls = [begin(channel, name) for _ in range(9)]
+        calls = [begin(channel, "unlimited") for _ in range(9)]
         await asyncio.sleep(0.05)
         methods.gate.set()
+        for call in calls:
+            assert await ended(call) is grpc.StatusCode.OK
+
+    run(tmp_path, test)
+
+
+def test_streams_of_sessions_count_by_themselves(tmp_path):
+    async def test(methods, limit, channel):
+        streams = [begin(channel, "Attach", token) for token in (b"", b"a") for _ in range(9)]
+        await asyncio.sleep(0.05)
+        calls = [begin(channel, "unary", b"a") for _ in range(3)]
+        await asyncio.sleep(0.05)
+        methods.gate.set()
+        codes = [await ended(stream) for stream in streams]
+        assert [codes[at : at + 9].count(grpc.StatusCode.OK) for at in (0, 9)] == [7, 7]
+        assert codes.count(grpc.StatusCode.RESOURCE_EXHAUSTED) == 4
         for call in calls:
             assert await ended(call) is grpc.StatusCode.OK
 
