@@ -303,7 +303,9 @@ class Acquired:
         deadline_s = deadline_of(timeout_s, self._timeout_s)
         response = self._opened.session.transport.renew(request, deadline_s)
         if response.status != bytes([RenewStatus.RENEWED]):
-            raise LeaseLostError("the lease is lost: a slot was reused, or the daemon forgot it")
+            raise LeaseLostError(
+                "the lease is lost: a slot was reused, or the daemon forgot it; acquire again"
+            )
         self.ttl_s = response.lease_ttl_ms / 1000
 
     def release(self) -> None:

@@ -171,7 +171,7 @@ class Namespace(Upkeep):
                 raise self._refusal
             if self._keeper.require().silent:
                 raise UnavailableError(SILENT)
-            raise UnavailableError("the namespace is not open in this session yet")
+            raise UnavailableError("the namespace is not open in this session yet: try again")
         return opened
 
     def lookup(self, keys: Keys, *, hints: Hints | None = None) -> Lookup:

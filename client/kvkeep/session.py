@@ -259,7 +259,9 @@ class Session:
             left_s = until_s - time.monotonic()
             if left_s <= 0:
                 missing = sorted(needed - self.chunks.keys())
-                raise UnavailableError(f"chunks {missing} of the pool are not mapped here")
+                raise UnavailableError(
+                    f"chunks {missing} of the pool are not mapped here yet: try again"
+                )
             self._chunk_added.nap(left_s)
 
     def require_staging(self) -> Staging:

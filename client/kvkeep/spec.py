@@ -19,6 +19,7 @@ KEY_NBYTES_MIN: Final = 16
 KEY_NBYTES_MAX: Final = 64
 GROUPS_MAX: Final = 16
 SESSION_ID_NBYTES_MAX: Final = 64
+_SHOWN_MAX: Final = 100
 U32_MAX: Final = 2**32 - 1
 U64_MAX: Final = 2**64 - 1
 SECONDS_MAX: Final = U32_MAX / 1000
@@ -295,8 +296,11 @@ def check_hints(hints: object) -> None:
 
 
 def invalid(field: str, value: object, allowed: str, fix: str) -> InvalidArgumentError:
-    """The error of an argument, as one sentence with its four parts."""
-    return InvalidArgumentError(f"{field} is {value!r}; allowed is {allowed}: {fix}")
+    """The error of an argument, as one sentence with its four parts; a long value is cut."""
+    shown = repr(value)
+    if len(shown) > _SHOWN_MAX:
+        shown = f"{shown[:_SHOWN_MAX]}..."
+    return InvalidArgumentError(f"{field} is {shown}; allowed is {allowed}: {fix}")
 
 
 def check_text(

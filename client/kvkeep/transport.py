@@ -102,7 +102,7 @@ def _error(number: int, message: str, retry_after_s: float) -> KVKeepError:
 
 def _converted(error: grpc.RpcError, what: str) -> KVKeepError:
     code = error.code()
-    return _error(code.value[0], f"{what}: {error.details() or code}", retry_after_of(error))
+    return _error(code.value[0], f"{what}: {error.details() or code.name}", retry_after_of(error))
 
 
 _RESOURCE_EXHAUSTED: Final[int] = grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]

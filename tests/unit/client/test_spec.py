@@ -236,3 +236,11 @@ def test_malformed_hints_are_refused_when_made(change):
 def test_keys_are_bytes(keys):
     with pytest.raises(kvkeep.InvalidArgumentError, match=r"keys is .*; allowed is .*: "):
         pack_keys(keys, 32)
+
+
+def test_a_long_value_is_cut_in_the_message():
+    with pytest.raises(kvkeep.InvalidArgumentError) as refused:
+        dataclasses.replace(SPEC, key_nbytes=["x" * 100] * 1000).validate()
+    assert str(refused.value).startswith("key_nbytes is ['xxx")
+    assert "...; allowed is 16 to 64" in str(refused.value)
+    assert len(str(refused.value)) < 300
