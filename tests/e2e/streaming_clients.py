@@ -18,6 +18,7 @@ from tests.fakes.raw_session import PAGE, RawSession
 CHANNELS = 20
 # Longer than who says no hello is waited for: who has not ended when nobody ends is held.
 QUIET_S = 3.0
+FIRST_S = 60.0
 ANNOUNCED_NBYTES = 1 << 30
 HELLO = pb.AttachRequest(hello=pb.RemoteHello(layout_versions=[2], client_name="many"))
 
@@ -73,7 +74,8 @@ async def begin_all(wire: Wire, session: RawSession, set_index: int, what: str, 
         done: set[asyncio.Task[str]] = set()
         more = open_ones = set(tasks)
         while more and open_ones:
-            more, open_ones = await asyncio.wait(open_ones, timeout=QUIET_S)
+            wait_s = QUIET_S if done else FIRST_S
+            more, open_ones = await asyncio.wait(open_ones, timeout=wait_s)
             done |= more
         ended = Counter(task.result() for task in done)
         ended["open"] = len(open_ones)
