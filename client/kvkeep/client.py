@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 _ORDERED_MACHINES: Final = frozenset({"x86_64", "AMD64"})
 _SOCKET_PATH_NBYTES_MAX: Final = 107
 _CLIENT_NAME_NBYTES_MAX: Final = 256
+_PORT_MAX: Final = 65535
 _ADDRESS: Final = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9.-]+):[0-9]{1,5}")
 _FALLBACK_PARENT: Final = Path("/tmp")  # noqa: S108 - another user's directory is refused
 
@@ -259,8 +260,9 @@ def connect(
 
 
 def _check_address(address: str, runtime_dir: str | os.PathLike[str] | None) -> None:
-    if not isinstance(address, str) or not _ADDRESS.fullmatch(address):
-        allowed = '"host:port", an IPv6 address in brackets'
+    known = isinstance(address, str) and _ADDRESS.fullmatch(address) is not None
+    if not known or not 0 < int(address.rpartition(":")[2]) <= _PORT_MAX:
+        allowed = f'"host:port", ports 1 to {_PORT_MAX}, an IPv6 address in brackets'
         raise invalid("address", address, allowed, "give that of the daemon's remote.listen")
     if runtime_dir is not None:
         fix = "give one of them"

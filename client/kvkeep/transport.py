@@ -170,16 +170,14 @@ class ChangeStream:
         self._closed = False
 
     def next(self) -> WatchResponse | None:
-        """The next answer; None = closed.
+        """The next answer; None = closed, or there is nothing more to watch.
 
-        Errors: as of `Transport`; SessionLostError when the session is over.
+        Errors: as of `Transport`.
         """
         try:
             return next(self._call)
         except StopIteration:
-            if self._closed:
-                return None
-            raise SessionLostError("Watch: the session is over") from None
+            return None
         except grpc.RpcError as error:
             if self._closed:
                 return None

@@ -18,7 +18,8 @@ class Watch:
     """Made by `Client.watch`: an iterator of `Change`, and a context manager.
 
     One thread iterates; any may close. It ends with the session: UnavailableError is raised then,
-    and one that is made anew is told everything again.
+    and one that is made anew is told everything again. When the epoch of a namespace that it
+    watches is over, it tells what left and the iteration ends: watch anew to hear of the next.
     """
 
     def __init__(self, stream: ChangeStream, key_nbytes: Mapping[bytes, int]) -> None:

@@ -84,6 +84,26 @@ def test_a_router_knows_both_tiers(tmp_path):
         daemon.check_log()
 
 
+def test_a_watch_ends_with_the_epoch_of_what_it_watches(tmp_path):
+    with (
+        running_daemon(tmp_path) as daemon,
+        kvkeep.connect(daemon.runtime_dir, timeout_s=20) as client,
+    ):
+        namespace = client.open_namespace(spec(NBYTES))
+        store_chain(namespace, chain_keys("a", 3))
+        router = Router(client.watch(namespace))
+        wait_until(lambda: len(router.known[Tier.RAM]) == 3, 10, "it is told")
+        namespace.advance_epoch()
+        router.thread.join(10)
+        assert not router.thread.is_alive()
+        assert router.error is None
+        assert not router.known[Tier.RAM]
+        wait_until(lambda: namespace.namespace_epoch == 1, 10, "it is open again")
+        store_chain(namespace, chain_keys("b", 2))
+        router = Router(client.watch(namespace))
+        wait_until(lambda: len(router.known[Tier.RAM]) == 2, 10, "it is told of the next epoch")
+
+
 def test_a_watch_ends_with_its_daemon_and_its_client(tmp_path):
     daemon = DaemonProcess(tmp_path)
     daemon.start()

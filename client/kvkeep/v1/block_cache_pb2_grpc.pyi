@@ -571,7 +571,7 @@ class BlockCacheStub(typing.Generic[_BlockCacheOpenNamespaceType, _BlockCacheAtt
 
     AdvanceEpoch: _BlockCacheAdvanceEpochType
     """New weights in place: the namespace set gets the next epoch, so everything stored before misses from now on. Handles of
-    earlier epochs find nothing (NAMESPACE_MISMATCH) and take nothing (REFUSED_EPOCH), also what is under way; leases that were
+    earlier epochs find nothing (NAMESPACE_MISMATCH) and take nothing (REFUSED_EPOCH; NOT_FOUND from two epochs on), also what is under way; leases that were
     given hold. Who has one is told by an event, and opens the set again, with any namespace_epoch: it gets the present one.
     Goes forward only if `expected_epoch` is the present one, so of many workers that call one does it; the answer is the
     present epoch in any case. A restart goes back to no earlier one where there is an nvme tier; nothing else outlives it.
@@ -587,6 +587,7 @@ class BlockCacheStub(typing.Generic[_BlockCacheOpenNamespaceType, _BlockCacheAtt
     and falls behind limits.watch_blocks is told all that again, from ALL_CLEARED on. A stream that broke after a RESYNC_DIGEST
     goes on with from_sequence = the last one received: messages of one change share it, and hearing one twice does no harm.
     Ends with the session. Who wants to know of epochs listens to its Attach stream.
+    Ends when the epoch of a watched set is over and all that left with it was told: open the set again, and watch anew.
     Errors: NOT_FOUND (namespace set not open), OUT_OF_RANGE (from_sequence cannot be had any more, or is another daemon's:
     begin with 0), RESOURCE_EXHAUSTED (limits.watchers_max).
     """
@@ -850,7 +851,7 @@ class BlockCacheServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[kvkeep.v1.block_cache_pb2.AdvanceEpochResponse, collections.abc.Awaitable[kvkeep.v1.block_cache_pb2.AdvanceEpochResponse]]:
         """New weights in place: the namespace set gets the next epoch, so everything stored before misses from now on. Handles of
-        earlier epochs find nothing (NAMESPACE_MISMATCH) and take nothing (REFUSED_EPOCH), also what is under way; leases that were
+        earlier epochs find nothing (NAMESPACE_MISMATCH) and take nothing (REFUSED_EPOCH; NOT_FOUND from two epochs on), also what is under way; leases that were
         given hold. Who has one is told by an event, and opens the set again, with any namespace_epoch: it gets the present one.
         Goes forward only if `expected_epoch` is the present one, so of many workers that call one does it; the answer is the
         present epoch in any case. A restart goes back to no earlier one where there is an nvme tier; nothing else outlives it.
@@ -871,6 +872,7 @@ class BlockCacheServicer(metaclass=abc.ABCMeta):
         and falls behind limits.watch_blocks is told all that again, from ALL_CLEARED on. A stream that broke after a RESYNC_DIGEST
         goes on with from_sequence = the last one received: messages of one change share it, and hearing one twice does no harm.
         Ends with the session. Who wants to know of epochs listens to its Attach stream.
+        Ends when the epoch of a watched set is over and all that left with it was told: open the set again, and watch anew.
         Errors: NOT_FOUND (namespace set not open), OUT_OF_RANGE (from_sequence cannot be had any more, or is another daemon's:
         begin with 0), RESOURCE_EXHAUSTED (limits.watchers_max).
         """

@@ -125,7 +125,11 @@ def nvme_facts(settings: Settings, server_epoch: int, means: NvmeMeans) -> NvmeF
         probe_interval_s=_PROBE_INTERVAL_S,
         server_epoch=server_epoch,
     )
-    queue = DemotionLimits(blocks_max=nvme.queue_blocks_max, nbytes_max=nvme.queue_nbytes)
+    queue = DemotionLimits(
+        blocks_max=nvme.queue_blocks_max,
+        nbytes_max=nvme.queue_nbytes,
+        segment_nbytes=nvme.segment_nbytes,
+    )
     prefetch = PrefetchFacts(prefetch_policy(nvme.prefetch)(), nvme.prefetch_nbytes_max)
     return NvmeFacts(tier, queue, nvme.read_threads, prefetch, means)
 

@@ -285,7 +285,11 @@ _NVME = (
     ),
     Metric("kvkeep_prefetch_queue_bytes", _GAUGE, "Blocks that wait to be brought for hints."),
     Metric("kvkeep_prefetch_queue_limit_bytes", _GAUGE, "`nvme.prefetch_max`."),
-    Metric("kvkeep_nvme_payload_bytes_total", _COUNTER, "Payload that was written, once a block."),
+    Metric(
+        "kvkeep_nvme_payload_bytes_total",
+        _COUNTER,
+        "Payload of blocks that came to nvme, again when they had been let go.",
+    ),
     Metric(
         "kvkeep_nvme_written_bytes_total",
         _COUNTER,

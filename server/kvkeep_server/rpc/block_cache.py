@@ -41,11 +41,11 @@ class BlockCacheServicer(pb_grpc.BlockCacheServicer):
     async def Attach(
         self, request: AsyncIterator[pb.AttachRequest], context: Context
     ) -> AsyncIterator[pb.AttachEvent]:
+        # No receiver before it is clear that something is received: Python complains of one that is
+        # never awaited.
+        known = None if token_of(context) is None else self._session(context)
         beats = aiter(request)
-        if token_of(context) is None:
-            session = await self._remote.greet(beats, context.peer())
-        else:
-            session = self._session(context)
+        session = known or await self._remote.greet(beats, context.peer())
         heartbeats = asyncio.create_task(self._heartbeats(beats, session))
         try:
             async for event in self._service.sessions.listen(session):
@@ -136,4 +136,4 @@ class BlockCacheServicer(pb_grpc.BlockCacheServicer):
     async def Write(
         self, request: AsyncIterator[pb.WriteRequest], context: Context
     ) -> pb.WriteResponse:
-        return await self._remote.write(self._session(context), aiter(request), context)
+        return await self._remote.write(self._session(context), request, context)

@@ -78,11 +78,13 @@ class RemoteCalls:
                 await self._end_stalled(session, context, "took")
 
     async def write(
-        self, session: Session, requests: AsyncIterator[pb.WriteRequest], context: Context
+        self, session: Session, stream: AsyncIterator[pb.WriteRequest], context: Context
     ) -> pb.WriteResponse:
         """Write."""
         _check_deadline(context)
         with self._streams.entered(session):
+            # Not before: Python complains of a receiver that is never awaited.
+            requests = aiter(stream)
             try:
                 header = await self._next(requests)
                 if header is None or not header.HasField("header") or header.data:

@@ -264,7 +264,8 @@ class BlockService:
         self, session: Session, set_indexes: Sequence[int], from_sequence: int
     ) -> AsyncGenerator[Change, None]:
         """What is stored and removed in namespace sets that the session has open, none = all of
-        them, until it is over; see `ChangeLog.watch`."""
+        them, until it is over, or the epoch of one of them is and all that left with it was told;
+        see `ChangeLog.watch`."""
         handles = set_indexes if len(set_indexes) else sorted(session.opened)
         self._bounded("set_indexes", len(handles))
         opened = [self._opened(session, handle) for handle in handles]
@@ -278,8 +279,14 @@ class BlockService:
         for one in opened:
             one.namespace_set.watchers += 1
         try:
-            async for change in watcher.changes(lambda: session.over or self._finishing):
+            changes = watcher.changes(
+                lambda: session.over or self._finishing,
+                lambda: any(self.control.is_emptied(one.namespace_set) for one in opened),
+            )
+            async for change in changes:
                 yield change
+            if session.over or self._finishing:
+                raise TierUnavailableError("the session is over")
         finally:
             watcher.close()
             for one in opened:

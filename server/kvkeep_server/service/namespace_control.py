@@ -118,6 +118,10 @@ class NamespaceControl:
         """Whether the set's epoch is."""
         return namespace_set.spec.namespace_epoch < self.epochs.of(namespace_set.family_id)
 
+    def is_emptied(self, namespace_set: NamespaceSet) -> bool:
+        """Whether the set's epoch is over, and all that was there has left."""
+        return self.is_over(namespace_set) and namespace_set.set_id not in self._purges
+
     def serving(self, handles: Collection[int]) -> list[int]:
         """Those whose epoch is not over."""
         sets = ((handle, self._namespaces.get(handle).namespace_set) for handle in handles)

@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections.abc import Awaitable, Callable
 from itertools import accumulate
 
-from kvkeep_server.core.errors import InvalidArgumentError
+from kvkeep_server.core.errors import InvalidArgumentError, TierUnavailableError
 from kvkeep_server.tiering.commit_plan import CommitBatch
 
 CHUNK_NBYTES_MAX = 1 << 20
@@ -102,11 +102,9 @@ class Writing:
 
         await self._run(lay)
         if damaged:
-            raise InvalidArgumentError(
-                "crc32",
-                f"not that of the bytes from {damaged[0]} on",
-                "the CRC-32 of `data`",
-                "store again; a network that damages bytes needs looking at",
+            raise TierUnavailableError(
+                f"the bytes from {damaged[0]} on came damaged: their CRC-32 is another; store "
+                "again, and look at the network"
             )
 
     def _put(self, offset: int, data: memoryview) -> None:

@@ -30,6 +30,8 @@ _CAPACITY_STEP_MAX = 65536
 _KEY_WORDS_FIRST = 4
 # Last uses are kept in these ticks: 31 bits of them are four years before and after the start of
 # the host's clock.
+# In place of a record's number where there is no record.
+_LET_GO = 1
 _TICKS_A_SECOND = 16
 _TICKS_MIN, _TICKS_MAX = -(1 << 31), (1 << 31) - 1
 _NARROW_MAX = (1 << 16) - 1
@@ -72,7 +74,8 @@ class BlockColumns:
         nvme: Location of its record on nvme, 0 = none.
         in_ram: Whether the unit has a block in ram, so that the eviction policy knows it. Valid at
             unit ids.
-        reused: Whether the unit was used since its record was written. Valid at unit ids.
+        reused: Whether the unit was used since its record was written, or given up. Valid at unit
+            ids.
         key_words: Shape (capacity, words of the longest key seen), the full keys.
     """
 
@@ -242,6 +245,17 @@ class BlockColumns:
         if self._stamp_high.dtype == np.uint16 and high.max(initial=0) > _NARROW_MAX:
             self._stamp_high = _wider(self._stamp_high)
         self._stamp_high[ids] = high
+
+    def let_go(self, ids: I64) -> None:
+        """nvme gave up the records of blocks to make room for others."""
+        self.set_record(ids, 0, np.full(len(ids), _LET_GO, np.uint64))
+
+    def unwanted(self, units: I64) -> Mask:
+        """Which units nvme let go of, and nobody used since."""
+        kept = self.whole(
+            units, lambda ids: (self.nvme[ids] != 0) | (self.stamp_of(ids) != _LET_GO)
+        )
+        return ~kept & ~self.reused[units]
 
     def last_used_s(self, units: I64) -> NDArray[np.float64]:
         """Monotonic seconds of the last use of units, to a sixteenth."""

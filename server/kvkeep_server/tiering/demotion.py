@@ -24,14 +24,17 @@ from kvkeep_server.tiers.base import BlockFacts, Blocks, WriteStatus
 from kvkeep_server.tiers.nvme.batch import NvmeBatch
 from kvkeep_server.tiers.nvme.tier import NvmeTier
 from kvkeep_server.tiers.ram.tier import RamTier
+from kvkeep_server.tiers.record import record_nbytes
 
 I64 = NDArray[np.int64]
 U64 = NDArray[np.uint64]
 Mask = NDArray[np.bool_]
 
 RETENTION_CLASS = "default"
-# Written and synced at once, at most: a sync costs as much as 1 to 4 MiB of writing.
-_BATCH_NBYTES = 16 << 20
+# Of a batch: what a small part of a segment holds, because the records of a unit lie apart by so
+# much, and it goes with the first of them; not more than this, because readers wait for it.
+_BATCH_NBYTES_MAX = 16 << 20
+_BATCHES_A_SEGMENT = 4
 # A disk without room is asked again after a while, a few times: reclaim is at it.
 _RETRY_S = 0.05
 _TRIES_MAX = 20
@@ -44,10 +47,17 @@ class DemotionLimits:
     Attributes:
         blocks_max: Blocks.
         nbytes_max: Their payload.
+        segment_nbytes: Of the smallest segments that they go into.
     """
 
     blocks_max: int
     nbytes_max: int
+    segment_nbytes: int
+
+    @property
+    def batch_nbytes(self) -> int:
+        """Written and synced at once, at most; a sync costs as much as 1 to 4 MiB of writing."""
+        return min(self.segment_nbytes // _BATCHES_A_SEGMENT, _BATCH_NBYTES_MAX)
 
 
 @dataclass(slots=True)
@@ -240,8 +250,8 @@ class Demotion:
 
     def _take(self) -> Iterator[_Queued]:
         """The next commits, up to a batch."""
-        nbytes = 0
-        while self._queue and (not nbytes or nbytes + self._queue[0].nbytes <= _BATCH_NBYTES):
+        nbytes, most = 0, self.limits.batch_nbytes
+        while self._queue and (not nbytes or nbytes + self._queue[0].nbytes <= most):
             nbytes += self._queue[0].nbytes
             yield self._queue.popleft()
 
@@ -298,32 +308,48 @@ class Demotion:
 
     def _fitting(self, units: I64) -> int:
         """How many units make a batch, at least one."""
-        columns, total = self._residency.columns, 0
-        for place, unit in enumerate(units.tolist()):
-            total += self._residency.nbytes_of(columns.blocks_of(np.array([unit])))
-            if place and total > _BATCH_NBYTES:
-                return place
-        return len(units)
+        blocks, places = self._residency.columns.by_chain(units)
+        ends = np.cumsum(record_nbytes(self._residency.sizes_of(blocks)))
+        over = np.flatnonzero(ends > self.limits.batch_nbytes)
+        return max(1, int(places[over[0]])) if len(over) else len(units)
+
+    def _reserve(self, units: I64, held: ExitStack) -> list[tuple[NvmeBatch, I64]]:
+        """Room for all blocks of as many of these units as it is there for, a batch a keyspace.
+
+        What is written without the rest of its unit would be in vain, and in the way of what is
+        there: a full log gives up a segment for it.
+        """
+        columns = self._residency.columns
+        while len(units):
+            # Root to tail in each keyspace: a prefix is read back in few calls.
+            blocks, _ = columns.by_chain(units)
+            blocks = blocks[columns.nvme[blocks] == 0]
+            with ExitStack() as claimed:
+                running = []
+                for own in self._residency.by_keyspace(blocks):
+                    nbytes = self._residency.keyspace_of(int(own[0])).block_nbytes
+                    batch = claimed.enter_context(self._nvme.reserve(nbytes, len(own)))
+                    running.append((batch, own))
+                if all(len(batch.locations) == len(own) for batch, own in running):
+                    held.enter_context(claimed.pop_all())
+                    return running
+            units = units[: len(units) // 2]
+        return []
 
     async def _write_piece(self, units: I64) -> int:
         """One batch a keyspace, all synced; makes those units known that are written whole, behind
         parents that are. Returns their number. A shard that comes meanwhile undoes nothing: it is
         written next."""
-        # Root to tail in each keyspace: a prefix is read back in few calls.
         columns = self._residency.columns
-        blocks, _ = columns.by_chain(units)
-        blocks = blocks[columns.nvme[blocks] == 0]
         parents = columns.parent[units].astype(np.int64)
         known = columns.blocks_of(np.union1d(units, parents[parents >= 0]))
         with ExitStack() as held:
             # Those who are queued are pinned; ancestors may not be.
             self._residency.pin(units)
             held.callback(self._residency.unpin, units)
-            running = []
-            for own in self._residency.by_keyspace(blocks):
-                keyspace = self._residency.keyspace_of(int(own[0]))
-                batch = held.enter_context(self._nvme.reserve(keyspace.block_nbytes, len(own)))
-                running.append((batch, own[: len(batch.locations)]))
+            running = self._reserve(units, held)
+            if not running:
+                return 0
             jobs = [self._write_batch(batch, own) for batch, own in running]
             statuses = await asyncio.gather(*jobs, return_exceptions=True)
             parts = []

@@ -1,4 +1,6 @@
 """What a full queue left in ram only, or nvme did not take, is offered again when there is room.
+What nvme let go of is not, unless it was used since: two tiers of one size would push each other's
+blocks out for ever.
 
 Nothing of it is remembered: the columns tell what is in ram and has no record. They are looked
 through a slice at a time, from the lowest id on, whenever something was left out since the last
@@ -67,6 +69,7 @@ class LeftOut:
         units = np.arange(start, stop)
         units = units[columns.in_ram[start:stop] & (columns.row[start:stop] >= 0)]
         units = units[~columns.recorded(units)]
+        units = units[~columns.unwanted(units)]
         for offered, unit in enumerate(units.tolist()):
             one = np.array([unit])
             if offered == _OFFERED_MAX or not self._demotion.takes(one):

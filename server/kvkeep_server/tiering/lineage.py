@@ -49,18 +49,21 @@ def deepest_first(parents: NDArray[np.int32], units: I64) -> I64:
     return units[np.argsort(-depth[units], kind="stable")]
 
 
-def closed_part(columns: BlockColumns, units: I64) -> I64:
+def closed_part(columns: BlockColumns, units: I64, children: I64 | None = None) -> I64:
     """Those of `units` whose resident descendants are among `units`.
 
     Args:
         columns: Of the units.
         units: Resident, ascending, each once.
+        children: How many of the children of each count; None = all.
     """
+    if children is None:
+        children = columns.children[units].astype(np.int64)
     parents = columns.parent[units].astype(np.int64)
     place = np.searchsorted(units, parents)
     place[place == len(units)] = 0
     inside = np.bincount(place[units[place] == parents], minlength=len(units))
-    stays = np.flatnonzero(columns.children[units] != inside)
+    stays = np.flatnonzero(children != inside)
     if not len(stays):
         return units
     leaving = np.ones(len(units), bool)
@@ -71,6 +74,16 @@ def closed_part(columns: BlockColumns, units: I64) -> I64:
             leaving[at] = False
             at = above[at]
     return units[leaving]
+
+
+def children_on_nvme(columns: BlockColumns, units: I64) -> I64:
+    """How many children of each of these units, ascending and each once, nvme has. O(ids)."""
+    marked = np.zeros(columns.capacity, bool)
+    marked[units] = True
+    parents = columns.parent[: columns.capacity]
+    children = np.flatnonzero(marked[parents] & (parents >= 0))
+    above = parents[children[columns.recorded(children)]]
+    return np.bincount(np.searchsorted(units, above), minlength=len(units))
 
 
 def chain_to(columns: BlockColumns, unit: int, length_max: int) -> I64:

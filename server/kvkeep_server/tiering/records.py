@@ -11,7 +11,7 @@ from kvkeep_server.core.keys import KeyBatch
 from kvkeep_server.core.results import MissReason
 from kvkeep_server.policies.reinsertion import ReinsertionPolicy
 from kvkeep_server.tiering.keyspaces import Keyspace
-from kvkeep_server.tiering.lineage import closed_part
+from kvkeep_server.tiering.lineage import children_on_nvme, closed_part
 from kvkeep_server.tiering.residency import Residency
 from kvkeep_server.tiers.record import Rows, is_tombstone
 
@@ -91,9 +91,19 @@ class Records:
         last_used_s = columns.last_used_s(units)
         chosen = self._policy.choose(columns.reused[units], last_used_s)
         chosen |= self._residency.kept(units)
-        leaving = closed_part(columns, units[~chosen])
+        leaving = self._closed(units[~chosen])
         self.evicted_ages.add(self._residency.now_s() - columns.last_used_s(leaving))
         self._residency.forget(columns.blocks_of(leaving), MissReason.EVICTED)
+
+    def _closed(self, units: I64) -> I64:
+        """Those without which all others can still be found: on nvme, and in ram. A unit that ram
+        has is found there, so what descends from it in ram only does not need its record."""
+        columns = self._residency.columns
+        children = columns.children[units].astype(np.int64)
+        spare = (children > 0) & columns.wholly_in_ram(units)
+        if spare.any():
+            children[spare] = children_on_nvme(columns, units[spare])
+        return closed_part(columns, units, children)
 
     def _of_segment(self, number: int) -> I64:
         columns = self._residency.columns

@@ -217,9 +217,14 @@ class Residency(Arrivals):
         """
         blocks = blocks[(self.columns.nvme[blocks] != 0) & (self.columns.row[blocks] >= 0)]
         self._count_out(TierId.NVME, blocks, reason)
-        self.columns.set_record(blocks, 0, np.zeros(len(blocks), np.uint64))
+        units = np.unique(self.columns.unit_of(blocks))
+        if reason is MissReason.EVICTED:
+            self.columns.let_go(blocks)
+            self.columns.reused[units] = False
+        else:
+            self.columns.set_record(blocks, 0, np.zeros(len(blocks), np.uint64))
         self._move(blocks, self.columns.address_of(blocks))
-        self._note_lost(np.unique(self.columns.unit_of(blocks)), reason)
+        self._note_lost(units, reason)
 
     def _note_lost(self, units: I64, reason: MissReason) -> None:
         for unit in units[~self.columns.placed(units)].tolist():

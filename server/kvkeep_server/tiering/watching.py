@@ -241,8 +241,11 @@ class Watcher:
         """It is over."""
         self._log.leave()
 
-    async def changes(self, is_over: Callable[[], bool]) -> AsyncIterator[Change]:
-        """What happens, until somebody says that it is over."""
+    async def changes(
+        self, is_over: Callable[[], bool], is_complete: Callable[[], bool]
+    ) -> AsyncIterator[Change]:
+        """What happens, until somebody says that it is over, or that nothing more will happen when
+        all is told."""
         if self._telling:
             yield Change(self._next, ChangeKind.ALL_CLEARED)
         while not is_over():
@@ -252,6 +255,8 @@ class Watcher:
             if self._walked is not None:
                 await asyncio.sleep(0)
             elif not told and self._log.get(self._next) is None:
+                if is_complete():
+                    return
                 await self._log.more(_LOOK_S)
 
     def _step(self) -> list[Change]:

@@ -207,6 +207,11 @@ def stored_pages(rows: Rows) -> NDArray[np.int64]:
     return 1 + -(-rows["stored_nbytes"].astype(np.int64) // PAGE_NBYTES)
 
 
+def record_nbytes(payload_nbytes: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Bytes on disk of a record of each of these payloads, stored as they are."""
+    return (1 + -(-payload_nbytes // PAGE_NBYTES)) * PAGE_NBYTES
+
+
 def is_tombstone(rows: Rows) -> Mask:
     """Which records say that their key was removed."""
     removed: Mask = rows["flags"] == TOMBSTONE

@@ -121,7 +121,7 @@ def test_a_shard_that_comes_while_its_unit_is_written_undoes_nothing(core):
 
 def test_a_shard_that_comes_to_a_unit_of_a_piece_that_was_written(core, monkeypatch):
     """A long commit is written in pieces; the first one is not looked at for the last time then."""
-    monkeypatch.setattr("kvkeep_server.tiering.demotion._BATCH_NBYTES", 4 * NBYTES)
+    monkeypatch.setattr("kvkeep_server.tiering.demotion._BATCH_NBYTES_MAX", 8 * NBYTES)
 
     async def story():
         one, other = await core.attach(MIB), await core.attach(MIB)
