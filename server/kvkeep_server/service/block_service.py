@@ -274,23 +274,18 @@ class BlockService:
             for one in opened
             for space in one.spaces.everywhere
         }
-        watcher = self.manager.changes.watch(spaces, from_sequence)
-        # Numbers of keyspaces must stay theirs.
-        for one in opened:
-            one.namespace_set.watchers += 1
-        try:
-            changes = watcher.changes(
-                lambda: session.over or self._finishing,
-                lambda: any(self.control.is_emptied(one.namespace_set) for one in opened),
-            )
-            async for change in changes:
-                yield change
-            if session.over or self._finishing:
-                raise TierUnavailableError("the session is over")
-        finally:
-            watcher.close()
-            for one in opened:
-                one.namespace_set.watchers -= 1
+        with self.control.watched([one.namespace_set for one in opened]) as is_complete:
+            watcher = self.manager.changes.watch(spaces, from_sequence)
+            try:
+                async for change in watcher.changes(lambda: self._is_over(session), is_complete):
+                    yield change
+                if self._is_over(session):
+                    raise TierUnavailableError("the session is over")
+            finally:
+                watcher.close()
+
+    def _is_over(self, session: Session) -> bool:
+        return session.over or self._finishing
 
     def prefetch(self, session: Session, set_index: int, keys: bytes, order: PrefetchOrder) -> int:
         """Takes up that these keys will be asked for; how many are to be brought into ram."""

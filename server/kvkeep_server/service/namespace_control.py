@@ -5,7 +5,8 @@ A *family* is a namespace set in all of its epochs.
 """
 
 import asyncio
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 
 from kvkeep_server.core.errors import (
     FailedPreconditionError,
@@ -117,6 +118,18 @@ class NamespaceControl:
     def is_over(self, namespace_set: NamespaceSet) -> bool:
         """Whether the set's epoch is."""
         return namespace_set.spec.namespace_epoch < self.epochs.of(namespace_set.family_id)
+
+    @contextmanager
+    def watched(self, sets: Sequence[NamespaceSet]) -> Iterator[Callable[[], bool]]:
+        """Inside, the numbers of these sets' keyspaces stay theirs. Gives what tells whether
+        nothing more will happen in one of them."""
+        for one in sets:
+            one.watchers += 1
+        try:
+            yield lambda: any(map(self.is_emptied, sets))
+        finally:
+            for one in sets:
+                one.watchers -= 1
 
     def is_emptied(self, namespace_set: NamespaceSet) -> bool:
         """Whether the set's epoch is over, and all that was there has left."""
