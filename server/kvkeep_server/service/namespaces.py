@@ -164,7 +164,8 @@ class Namespaces:
             return self._opened[handle]
         if len(self._opened) >= self._limits.namespaces_max:
             msg = f"limits.namespaces_max = {self._limits.namespaces_max} namespaces are open"
-            raise ResourceExhaustedError(f"{msg}; raise it", retry_after_s=_RETRY_S)
+            why = "those that no client has open leave after a while; try again, or raise it"
+            raise ResourceExhaustedError(f"{msg}; {why}", retry_after_s=_RETRY_S)
         shards = [(rank, number) for rank in ranks for number in range(len(spec.groups))]
         self._check_room(set_id, shards)
         namespace_set = self._sets.get(set_id)
