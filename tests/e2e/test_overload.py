@@ -33,7 +33,7 @@ def daemon(tmp_path_factory):
         yield process
 
 
-@pytest.mark.promise("P14", gate=4, nightly=100, unit="rounds of 800 calls of 200 clients")
+@pytest.mark.promise("P14", gate=2, nightly=100, unit="rounds of 800 calls of 200 clients")
 def test_no_call_of_200_clients_is_lost(daemon, promise_count):
     with client_processes() as start:
         clients = [start(overload, daemon.runtime_dir, n, promise_count) for n in range(CLIENTS)]

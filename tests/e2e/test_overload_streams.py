@@ -31,19 +31,21 @@ CONFIG = """
 size = "64MiB"
 [sessions]
 staging = "64KiB"
+timeout = "8s"
 [limits]
 calls_running_max = 100
 """
 OPEN_MAX = 512
-# What becomes of the calls that are neither refused nor held.
+# What becomes of the calls that are neither refused nor held. OK, or UNAVAILABLE of a Watch: the
+# session ended before.
 FLOODS = {
     "Attach without a token": "UNAUTHENTICATED",
-    "Attach with a token": "FAILED_PRECONDITION",
-    "Attach with a hello": "",
+    "Attach with a token": "FAILED_PRECONDITION, OK",
+    "Attach with a hello": "OK",
     "Await without a token": "UNAUTHENTICATED",
     "Await with a token": "NOT_FOUND",
     "Watch without a token": "UNAUTHENTICATED",
-    "Watch with a token": "",
+    "Watch with a token": "UNAVAILABLE",
     "Lookup with a token": "OK",
     "1 GiB on gRPC": "announced",
     "1 GiB on a call socket": "hung up on",
@@ -127,7 +129,7 @@ def daemon(tmp_path_factory):
 
 
 @pytest.mark.parametrize("what", FLOODS)
-@pytest.mark.promise("P14", gate=2_000, nightly=10_000, unit="calls at a time")
+@pytest.mark.promise("P14", gate=800, nightly=10_000, unit="calls at a time")
 def test_others_go_on_and_memory_is_bounded(daemon, promise_count, what):
     count = promise_count // 20 if "call socket" in what else promise_count
     where = str(daemon.runtime_dir)
@@ -150,7 +152,7 @@ def test_others_go_on_and_memory_is_bounded(daemon, promise_count, what):
         figures = f"{own_s * 1e3:.2f} ({own_usual_s * 1e3:.2f}) ms in memory, {call_s * 1e3:.2f} "
         figures += f"({call_usual_s * 1e3:.2f}) ms by call, {memory.peak_nbytes / MIB:.0f} MiB"
         sys.stdout.write(f"{what}: {ended}; p99 {figures}\n")
-        assert set(ended) - {"refused", "open"} <= {FLOODS[what]}
+        assert set(ended) - {"refused", "open"} <= set(FLOODS[what].split(", "))
         assert ended.get("open", 0) <= OPEN_MAX
         assert sum(ended.values()) == count
         assert memory.peak_nbytes <= OWN_NBYTES_MAX

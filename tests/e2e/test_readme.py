@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvkeep_server.cli.bench_daemon import DaemonProcess
+from tests.fakes.scraping import free_port
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -34,7 +35,7 @@ def output_of(program, environment):
 
 
 def test_the_example_prints_what_the_readme_shows(environment):
-    setting, six_lines, _ = BLOCKS
+    setting, six_lines, *_ = BLOCKS
     assert len(six_lines.splitlines()) == 6
     program = setting + six_lines
     assert output_of(["-c", program], environment) == SHOWN[0]
@@ -42,9 +43,19 @@ def test_the_example_prints_what_the_readme_shows(environment):
 
 
 def test_the_readmes_scheduler_runs(environment):
-    setting, six_lines, two_calls = BLOCKS
+    setting, six_lines, two_calls, _ = BLOCKS
     program = f"{setting}{six_lines}keys = hasher.keys(range(64))\n{two_calls}print(ticket.state)"
     assert output_of(["-c", program], environment).startswith(SHOWN[0])
+
+
+def test_the_readmes_client_of_another_host_connects(tmp_path):
+    settings = {"ram": {"size": "64MiB"}, "remote": {"listen": f"127.0.0.1:{free_port()}"}}
+    address = settings["remote"]["listen"]
+    with DaemonProcess(tmp_path, settings):
+        setting, six_lines, _, connects = BLOCKS
+        connects = re.sub(r"127\.0\.0\.1:\d+", address, connects)
+        program = setting + six_lines.replace("client = kvkeep.connect()\n", connects)
+        assert output_of(["-c", program], os.environ) == SHOWN[0]
 
 
 def test_the_smallest_example_is_the_readmes(environment):

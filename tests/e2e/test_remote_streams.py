@@ -88,12 +88,16 @@ BAD_STREAMS = {
     "out of order": lambda header, payload: [first(header), *reversed(chunks(payload))],
     "too large a chunk": lambda header, payload: [first(header), chunk(0, payload[: MIB + 1])],
     "empty chunks": lambda header, _payload: [first(header), chunk(0, b"")],
-    "damaged": lambda header, payload: [
-        first(header),
-        block_cache_pb2.WriteRequest(data=payload[:MIB], crc32=1),
-        *chunks(payload)[1:],
-    ],
 }
+
+
+def test_bytes_that_were_damaged_on_the_way_are_not_the_callers_fault(remote, opened):
+    keys, payload = chain_keys("a", COUNT), os.urandom(COUNT * NBYTES)
+    damaged = block_cache_pb2.WriteRequest(data=payload[:MIB], crc32=1)
+    messages = [first(remote.header(opened, keys, STRIDE)), damaged, *chunks(payload)[1:]]
+    sentence = refused(grpc.StatusCode.UNAVAILABLE, lambda: remote.call("Write", iter(messages)))
+    assert "store again" in sentence
+    assert remote.lookup(opened, keys) == 0
 
 
 @pytest.mark.parametrize("name", BAD_STREAMS)

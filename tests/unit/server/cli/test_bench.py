@@ -69,6 +69,10 @@ class DictNamespace:
     def acquire(self, keys):
         return SimpleNamespace(blocks=self.lookup(keys).blocks, release=lambda: None)
 
+    def remove(self, keys):
+        for key in self._cut(keys):
+            del self.blocks[key]
+
     def read_into(self, keys, buffer):
         for i, key in enumerate(self._cut(keys)):
             buffer[i * self.block_nbytes : (i + 1) * self.block_nbytes] = self.blocks[key]
