@@ -24,7 +24,7 @@ from kvkeep_server.tiers.base import BlockFacts, Blocks, WriteStatus
 from kvkeep_server.tiers.nvme.batch import NvmeBatch
 from kvkeep_server.tiers.nvme.tier import NvmeTier
 from kvkeep_server.tiers.ram.tier import RamTier
-from kvkeep_server.tiers.record import record_nbytes
+from kvkeep_server.tiers.record import PAGE_NBYTES, record_pages
 
 I64 = NDArray[np.int64]
 U64 = NDArray[np.uint64]
@@ -309,7 +309,7 @@ class Demotion:
     def _fitting(self, units: I64) -> int:
         """How many units make a batch, at least one."""
         blocks, places = self._residency.columns.by_chain(units)
-        ends = np.cumsum(record_nbytes(self._residency.sizes_of(blocks)))
+        ends = np.cumsum(record_pages(self._residency.sizes_of(blocks))) * PAGE_NBYTES
         over = np.flatnonzero(ends > self.limits.batch_nbytes)
         return max(1, int(places[over[0]])) if len(over) else len(units)
 

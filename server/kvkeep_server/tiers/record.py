@@ -13,6 +13,7 @@ import struct
 from collections.abc import Sequence
 from enum import IntEnum
 from functools import lru_cache
+from typing import TypeVar
 
 import numpy as np
 import xxhash
@@ -66,6 +67,7 @@ assert RECORD.itemsize == HEADER_NBYTES
 
 # One-dimensional array of dtype RECORD.
 Rows = NDArray[np.void]
+Count = TypeVar("Count", int, NDArray[np.int64])
 U64 = NDArray[np.uint64]
 Mask = NDArray[np.bool_]
 
@@ -204,12 +206,13 @@ def keys_of(rows: Rows) -> list[bytes]:
 
 def stored_pages(rows: Rows) -> NDArray[np.int64]:
     """Pages on disk of each record: header and stored bytes."""
-    return 1 + -(-rows["stored_nbytes"].astype(np.int64) // PAGE_NBYTES)
+    return record_pages(rows["stored_nbytes"].astype(np.int64))
 
 
-def record_nbytes(payload_nbytes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Bytes on disk of a record of each of these payloads, stored as they are."""
-    return (1 + -(-payload_nbytes // PAGE_NBYTES)) * PAGE_NBYTES
+def record_pages(stored_nbytes: Count) -> Count:
+    """Pages on disk of a record of so many stored bytes, or of each of them: a header page, and
+    what the bytes take."""
+    return 1 + -(-stored_nbytes // PAGE_NBYTES)
 
 
 def is_tombstone(rows: Rows) -> Mask:

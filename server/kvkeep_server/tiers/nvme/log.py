@@ -8,7 +8,7 @@ from kvkeep_server.tiers.nvme.directory import Directory
 from kvkeep_server.tiers.nvme.reclaim import Reclaimer
 from kvkeep_server.tiers.nvme.segment_format import FIRST_PAGE, PAGE_MASK, table_pages
 from kvkeep_server.tiers.nvme.segments import Segment, SegmentState
-from kvkeep_server.tiers.record import PAGE_NBYTES, Rows, voids_of
+from kvkeep_server.tiers.record import PAGE_NBYTES, Rows, record_pages, voids_of
 
 # Each has an active segment.
 CLASSES_MAX = 64
@@ -44,20 +44,20 @@ class Log:
         table = self.directory.table
         if table.is_over:
             return 0
-        record_pages = _record_pages(nbytes)
+        needed = record_pages(nbytes)
         settings = table.settings
         free = max(0, settings.max_nbytes - table.used_nbytes) // settings.segment_nbytes
         pages = settings.segment_nbytes // PAGE_NBYTES
         empty = Segment(0, "", 0, pages, "", SegmentState.ACTIVE)
         actives = [appender.active for appender in self._appenders.values()]
-        count = free * empty.room(record_pages)
-        count += sum(active.room(record_pages) for active in actives if active is not None)
-        return max(0, count - -(-self._claimed_pages // record_pages))
+        count = free * empty.room(needed)
+        count += sum(active.room(needed) for active in actives if active is not None)
+        return max(0, count - -(-self._claimed_pages // needed))
 
     def claim(self, nbytes: int, count: int) -> None:
         """Blocks of this size are about to be written."""
         self.claimed_nbytes += nbytes * count
-        self._claimed_pages += _record_pages(nbytes) * count
+        self._claimed_pages += record_pages(nbytes) * count
 
     def unclaim(self, nbytes: int, count: int) -> None:
         """They are written, or will not be."""
@@ -166,7 +166,3 @@ class Log:
         }
         table = self.directory.table
         assert active == {s.number for s in table.of_states(SegmentState.ACTIVE)}, "lost actives"
-
-
-def _record_pages(nbytes: int) -> int:
-    return 1 + -(-nbytes // PAGE_NBYTES)
