@@ -10,7 +10,7 @@ from google.protobuf.message import DecodeError
 
 from kvkeep.convert import milliseconds
 from kvkeep.copying import release_views, unchanged, view_blocks
-from kvkeep.errors import LeaseLostError
+from kvkeep.errors import LeaseLostError, SessionLostError, UnavailableError
 from kvkeep.results import BlockStatus, MissReason, RenewStatus
 from kvkeep.spec import check_seconds, deadline_of, invalid
 from kvkeep.v1 import block_cache_pb2 as pb
@@ -297,11 +297,15 @@ class Acquired:
             return
         if not self._open:
             raise LeaseLostError(_GIVEN_BACK)
-        if not self._opened.session.alive:
-            raise LeaseLostError("the lease ended with its session; acquire again")
         request = RenewRequest(lease_ids=[self.lease_id], lease_ttl_ms=ttl_ms)
         deadline_s = deadline_of(timeout_s, self._timeout_s)
-        response = self._opened.session.transport.renew(request, deadline_s)
+        session = self._opened.session
+        try:
+            response = session.transport.renew(request, deadline_s)
+        except UnavailableError as error:
+            if session.alive and not isinstance(error, SessionLostError):
+                raise
+            raise LeaseLostError("the lease ended with its session; acquire again") from error
         if response.status != bytes([RenewStatus.RENEWED]):
             raise LeaseLostError(
                 "the lease is lost: a slot was reused, or the daemon forgot it; acquire again"

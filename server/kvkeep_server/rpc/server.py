@@ -40,6 +40,8 @@ _BOUNDED_CONNECTIONS = (
     ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.lookahead_bytes", 1 << 20),
     ("grpc.max_concurrent_streams", 4096),
+    # Or streams that are answered but not yet freed count too, and gRPC resets some at random.
+    ("grpc.http.overload_protection", 0),
     ("grpc.server_handshake_timeout_ms", 5000),
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from unittest.mock import Mock
 
 import grpc
 import numpy as np
@@ -195,6 +196,16 @@ def test_a_lease_ends_with_its_session_but_its_views_stay(daemon, namespace, key
         assert [bytes(view) for view in views] == contents(keys)
         with pytest.raises(kvkeep.LeaseLostError):
             acquired.renew()
+
+
+def test_a_daemon_that_goes_away_during_the_call_has_lost_the_lease(namespace, keys, monkeypatch):
+    with namespace.acquire(keys) as acquired:
+        transport = acquired._opened.session.transport
+        with monkeypatch.context() as patch:
+            ended = kvkeep.SessionLostError("Renew: the daemon hung up: the session is over")
+            patch.setattr(transport, "renew", Mock(side_effect=ended))
+            with pytest.raises(kvkeep.LeaseLostError, match="acquire again"):
+                acquired.renew()
 
 
 def test_views_outlive_the_client(daemon):
