@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import fnmatch
+import gc
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -67,6 +68,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--nightly", action="store_true", help="run the promises with their large counts"
     )
+
+
+def pytest_collection_finish() -> None:
+    """Thousands of collected tests stay for the whole run: no collection of garbage need look at
+    them again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -25,10 +25,11 @@ class Group:
 
 def usable(groups: tuple[Group, ...], limit: int) -> int:
     """The longest prefix of at most `limit` keys that every group that shortens allows."""
-    return max(
+    shortening = [group for group in groups if group.shortens]
+    return next(
         boundary
-        for boundary in range(limit + 1)
-        if all(group.allows(boundary) for group in groups if group.shortens)
+        for boundary in range(limit, -1, -1)
+        if all(group.allows(boundary) for group in shortening)
     )
 
 

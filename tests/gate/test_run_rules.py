@@ -1,13 +1,13 @@
 """What tests/conftest.py adds to every run: unlisted skips are red, promises make a table."""
 
 import shutil
-import subprocess
-import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
+pytest_plugins = ["pytester"]
 
 # Never listed: each test here ends in another way of not running.
 SKIPPING = {
@@ -20,24 +20,26 @@ SKIPPING = {
 }
 
 
-@pytest.fixture
-def project(tmp_path):
-    """Runs pytest on one test file in a project with our conftest: project(test, skip list)."""
-    (tmp_path / "tests").mkdir()
-    shutil.copy2(ROOT / "pyproject.toml", tmp_path)
-    shutil.copy2(ROOT / "tests/conftest.py", tmp_path / "tests")
+@dataclass
+class Ended:
+    """One run of pytest."""
 
-    def run(test: str, skips: str = "", *options: str) -> subprocess.CompletedProcess[str]:
-        (tmp_path / "tests/skips.txt").write_text(skips)
-        (tmp_path / "tests/test_one.py").write_text(f"import pytest\n\n{test}\n")
-        return subprocess.run(
-            [sys.executable, "-m", "pytest", *options],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+    returncode: int
+    stdout: str
+
+
+@pytest.fixture
+def project(pytester):
+    """Runs pytest on one test file in a project with our conftest: project(test, skip list)."""
+    pytester.mkdir("tests")
+    shutil.copy2(ROOT / "pyproject.toml", pytester.path)
+    shutil.copy2(ROOT / "tests/conftest.py", pytester.path / "tests")
+
+    def run(test: str, skips: str = "", *options: str) -> Ended:
+        (pytester.path / "tests/skips.txt").write_text(skips)
+        (pytester.path / "tests/test_one.py").write_text(f"import pytest\n\n{test}\n")
+        ended = pytester.runpytest_inprocess(*options)
+        return Ended(int(ended.ret), ended.stdout.str())
 
     return run
 

@@ -22,6 +22,8 @@ from kvkeep_server.metrics.readings import Readings
 
 _HEAD_NBYTES_MAX = 8192
 _ACCEPT_PAUSE_S = 0.1
+# Who finds it full tries again after a second.
+_BACKLOG = 128
 _PLAIN = "text/plain; charset=utf-8"
 
 _log = logging.getLogger(__name__)
@@ -96,7 +98,7 @@ class Endpoint:
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(self.address)
-            listener.listen(self.limits.connections_max)
+            listener.listen(_BACKLOG)
         except BaseException:
             listener.close()
             raise

@@ -241,12 +241,13 @@ def test_no_false_alarm_while_others_store_read_and_remove(core, monkeypatch, se
     session = core.session()
     opened = core.open(session)
     chains = [keys_of(number, 120) for number in range(10)]
+    blocks_of = {keys[0]: [block_of(key) for key in keys] for keys in chains}
 
     async def disturb():
         held = []
         while True:
             keys = source.choice(chains)
-            blocks = [block_of(key) for key in keys]
+            blocks = blocks_of[keys[0]]
             await core.store(session, opened, keys, blocks)
             held.append(await core.ask(session, opened, keys[: source.randrange(60)]))
             if len(held) > 3 or source.random() < 0.5:
