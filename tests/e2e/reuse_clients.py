@@ -11,7 +11,8 @@ from tests.fakes.generated_blocks import KEY_NBYTES, blocks_of, chain_keys, plac
 
 BLOCK_NBYTES = 4096
 BLOCKS = 256
-CHAINS = 16
+# A pool of 4 MiB holds four of them.
+CHAINS = 6
 PLACE = place_of("")
 
 

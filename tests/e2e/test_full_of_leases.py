@@ -16,13 +16,13 @@ CONFIG = LISTEN + '[ram]\nsize = "8MiB"\nslab = "256KiB"\n[leases]\nttl = "60s"\
 BLOCK_NBYTES = 16 * 1024
 BLOCKS = 16
 ANSWER_S = 0.05
-IDLE_S = 3.0
+IDLE_S = 1.0
 IDLE_SHARE = 0.05
 
 
-@pytest.fixture
-def daemon(tmp_path):
-    with running_daemon(tmp_path, CONFIG) as started:
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory):
+    with running_daemon(tmp_path_factory.mktemp("daemon"), CONFIG) as started:
         yield started
         started.check_log()
 
@@ -46,9 +46,9 @@ def fill_with_leases(namespace, held) -> list[bytes]:
 
 
 @pytest.mark.promise("P28", gate=50, nightly=5_000, unit="stores into a pool of leases")
-def test_a_store_is_refused_at_once_and_look_ups_go_on(daemon, client, promise_count):
-    namespace = client.open_namespace(spec(BLOCK_NBYTES))
-    others = client.open_namespace(spec(3 * BLOCK_NBYTES))
+def test_a_store_is_refused_at_once_and_look_ups_go_on(daemon, client, way, promise_count):
+    namespace = client.open_namespace(spec(BLOCK_NBYTES, model=way))
+    others = client.open_namespace(spec(3 * BLOCK_NBYTES, model=way))
     with contextlib.ExitStack() as held:
         chains = fill_with_leases(namespace, held)
         used = client.stats().pool.slot_nbytes_used

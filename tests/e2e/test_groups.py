@@ -87,18 +87,20 @@ def verify(namespace, keys):
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("nvme")
-    return (
+def daemon(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("daemon")
+    config = (
         '[ram]\nsize = "64MiB"\n[sessions]\nstaging = "8MiB"\n'
         + LISTEN
-        + f'[nvme]\ndirectories = ["{directory}"]\nmax = "128MiB"\nsegment = "8MiB"\n'
+        + f'[nvme]\ndirectories = ["{directory}/nvme"]\nmax = "128MiB"\nsegment = "8MiB"\n'
     )
+    with running_daemon(directory, config) as started:
+        yield started
 
 
-def test_look_ups_acquires_and_bytes_agree_with_the_rule(tmp_path, config, way):
+def test_look_ups_acquires_and_bytes_agree_with_the_rule(daemon, way):
     """Random stores of two ranks; the client and the daemon find what the rule says."""
-    with running_daemon(tmp_path, config) as daemon, attached(daemon, way) as client:
+    with attached(daemon, way) as client:
         namespace = client.open_namespace(spec(f"rules {way}"))
         for seed in range(40):
             source, keys = random.Random(seed), keys_of(seed)
@@ -121,37 +123,36 @@ def test_look_ups_acquires_and_bytes_agree_with_the_rule(tmp_path, config, way):
                 replayed = found.blocks - prefix_oracle.without_replay(case, found.blocks)
                 assert (found.tokens, found.replay_tokens) == (16 * found.blocks, 16 * replayed)
             assert verify(namespace, keys)[0] == found.blocks
-        daemon.check_log()
+    daemon.check_log()
 
 
-def test_states_come_back_from_nvme_after_a_kill(tmp_path, config, way):
+def test_states_come_back_from_nvme_after_a_kill(daemon, way):
     """What is EXACT or WINDOW is acknowledged on nvme; what is replayable lives in ram only."""
     keys = keys_of("kill")
     at = {1: list(range(LENGTH)), 2: [1, 3, 11], 3: [7, 11]}
-    with running_daemon(tmp_path, config) as daemon:
-        with attached(daemon, way) as client:
-            namespace = client.open_namespace(spec(f"kill {way}"))
-            for rank in range(2):
-                assert store(namespace, keys, rank, at, ack="nvme").stored == LENGTH
-            found = namespace.lookup(keys)
-            assert (found.blocks, found.replay_tokens) == (LENGTH, 0)
-            assert verify(namespace, keys) == (LENGTH, 2 * (LENGTH + 3 + 1 + 1))
-        daemon.kill()
-        daemon.start()
-        with attached(daemon, way) as client:
-            namespace = client.open_namespace(spec(f"kill {way}"))
-            wait_until(lambda: not client.stats().nvme.recovering, 30, "it has recovered")
-            assert verify(namespace, keys) == (LENGTH, 2 * (LENGTH + 3 + 1))
-            found = namespace.lookup(keys)
-            assert (found.blocks, found.replay_tokens) == (LENGTH, 16 * LENGTH)
-            assert namespace.lookup(keys[:9]).blocks == 8
-            assert store(namespace, keys, 0, at, ack="nvme").already_stored == LENGTH - 3
-        daemon.check_log()
+    with attached(daemon, way) as client:
+        namespace = client.open_namespace(spec(f"kill {way}"))
+        for rank in range(2):
+            assert store(namespace, keys, rank, at, ack="nvme").stored == LENGTH
+        found = namespace.lookup(keys)
+        assert (found.blocks, found.replay_tokens) == (LENGTH, 0)
+        assert verify(namespace, keys) == (LENGTH, 2 * (LENGTH + 3 + 1 + 1))
+    daemon.kill()
+    daemon.start()
+    with attached(daemon, way) as client:
+        namespace = client.open_namespace(spec(f"kill {way}"))
+        wait_until(lambda: not client.stats().nvme.recovering, 30, "it has recovered")
+        assert verify(namespace, keys) == (LENGTH, 2 * (LENGTH + 3 + 1))
+        found = namespace.lookup(keys)
+        assert (found.blocks, found.replay_tokens) == (LENGTH, 16 * LENGTH)
+        assert namespace.lookup(keys[:9]).blocks == 8
+        assert store(namespace, keys, 0, at, ack="nvme").already_stored == LENGTH - 3
+    daemon.check_log()
 
 
-def test_a_namespace_of_states_only(tmp_path, config, way):
+def test_a_namespace_of_states_only(daemon, way):
     keys = keys_of("states")
-    with running_daemon(tmp_path, config) as daemon, attached(daemon, way) as client:
+    with attached(daemon, way) as client:
         namespace = client.open_namespace(spec(f"states {way}", GROUPS[3:]))
         for rank in range(2):
             assert (
@@ -163,14 +164,14 @@ def test_a_namespace_of_states_only(tmp_path, config, way):
         assert verify(namespace, keys) == (8, 2)
         assert namespace.remove(keys).removed == 2
         assert namespace.lookup(keys).blocks == 0
-        daemon.check_log()
+    daemon.check_log()
 
 
 @pytest.mark.parametrize(
     "positions", [{0: [0]}, {9: [0]}, {"1": [0]}, {1: [2, 1]}, {1: [0, 0]}, {1: [-1]}, {1: [12]}]
 )
-def test_positions_that_make_no_sense_are_refused(tmp_path, config, positions):
-    with running_daemon(tmp_path, config) as daemon, kvkeep.connect(daemon.runtime_dir) as client:
+def test_positions_that_make_no_sense_are_refused(daemon, positions):
+    with kvkeep.connect(daemon.runtime_dir) as client:
         namespace = client.open_namespace(spec("wrong"))
         with pytest.raises(kvkeep.InvalidArgumentError, match="positions"):
             namespace.store(keys_of("a"), rank=0, positions=positions)

@@ -24,14 +24,14 @@ MIB = 1 << 20
 OWN_NBYTES_MAX = 256 * MIB
 LONGER = 2.0
 CALL_S = 0.05
-ROUND_S = 0.5
+ROUND_S = 0.3
 PAUSE_S = 0.001
 CONFIG = """
 [ram]
 size = "64MiB"
 [sessions]
 staging = "64KiB"
-timeout = "8s"
+timeout = "3s"
 [limits]
 calls_running_max = 100
 """

@@ -17,13 +17,14 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
 SHOWN = re.findall(r"^```text\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
 
 
-@pytest.fixture
-def environment(tmp_path):
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
     """What a user has who typed `kvkeep serve`: the default directory of the sockets."""
-    directory = tmp_path / "kvkeep"
+    above = tmp_path_factory.mktemp("runtime")
+    directory = above / "kvkeep"
     directory.mkdir(mode=0o700)
     with DaemonProcess(directory, {"ram": {"size": "64MiB"}}):
-        yield {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path), "PYTHONDEVMODE": "1"}
+        yield {**os.environ, "XDG_RUNTIME_DIR": str(above), "PYTHONDEVMODE": "1"}
 
 
 def output_of(program, environment):

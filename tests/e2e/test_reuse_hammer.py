@@ -22,8 +22,8 @@ def reads(gate):
 @pytest.mark.parametrize(
     "into",
     [
-        pytest.param("one buffer", marks=reads(8_000_000)),
-        pytest.param("a buffer a block", marks=reads(2_000_000)),
+        pytest.param("one buffer", marks=reads(9_000_000)),
+        pytest.param("a buffer a block", marks=reads(1_000_000)),
     ],
 )
 def test_no_reuse_of_a_slot_goes_unnoticed(tmp_path, promise_count, into):
