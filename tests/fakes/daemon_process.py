@@ -14,6 +14,8 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from tests.fakes.warm_programs import WarmProgram
+
 SMALL = '[ram]\nsize = "64MiB"\n'
 # What grpc.aio prints when a client cancels a call in the moment in which it begins.
 _CANCELLED_EARLY = re.compile(
@@ -30,7 +32,7 @@ class DaemonProcess:
     Attributes:
         directory: Holds the runtime directory, the configuration and the log.
         config: Text of the configuration.
-        program: How it is started; the console script or the module.
+        program: How it is started; `python -m` of a module is a fork, see `warm_programs`.
         shared_runtime_dir: A runtime directory elsewhere, that others may want too.
     """
 
@@ -38,7 +40,7 @@ class DaemonProcess:
     config: str = SMALL
     program: tuple[str, ...] = (sys.executable, "-m", "kvkeep_server")
     shared_runtime_dir: Path | None = None
-    process: subprocess.Popen[bytes] | None = field(default=None, init=False)
+    process: subprocess.Popen[bytes] | WarmProgram | None = field(default=None, init=False)
 
     @property
     def runtime_dir(self) -> Path:
@@ -87,12 +89,8 @@ class DaemonProcess:
         config = self.directory / "kvkeep.toml"
         config.write_text(self.config)
         with (self.directory / "daemon.log").open("ab") as log:
-            self.process = subprocess.Popen(
-                [*self.program, "serve", "--config", config, "--runtime-dir", self.runtime_dir],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-            )
+            options = ["--config", str(config), "--runtime-dir", str(self.runtime_dir)]
+            self.process = _started([*self.program, "serve", *options], log.fileno())
 
     def serving(self) -> bool:
         if not self.socket.exists():
@@ -136,6 +134,12 @@ class DaemonProcess:
         """Resident memory, shared pages included."""
         fields = Path(f"/proc/{self.pid}/statm").read_text().split()
         return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _started(command: list[str], output: int) -> subprocess.Popen[bytes] | WarmProgram:
+    if command[:2] == [sys.executable, "-m"]:
+        return WarmProgram(command[2], command[3:], output)
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
 
 
 @contextlib.contextmanager
