@@ -144,7 +144,11 @@ class Client:
         Each is handed out once when it is done, and before that with each piece that it got. A call
         of a few microseconds when there is none; each one that is handed out costs its caller what
         an `acquire` does beside its waiting, so `limit` bounds how many it may be.
+
+        Errors: InvalidArgumentError.
         """
+        if limit is not None:
+            limit = check_number("limit", limit, 0, U64_MAX)
         return self._tickets.poll(limit)
 
     def fileno(self) -> int:
@@ -170,9 +174,13 @@ class Client:
         Errors: InvalidArgumentError, UnavailableError; while iterating also InvalidArgumentError
         (`from_sequence` cannot be had any more) and ResourceExhaustedError (too many watch).
         """
-        if not namespaces:
-            with self._namespaces_lock:
-                namespaces = tuple(self._namespaces)
+        with self._namespaces_lock:
+            own = tuple(self._namespaces)
+        for one in namespaces:
+            if not isinstance(one, Namespace) or one not in own:
+                fix = "give what its open_namespace returned, or none for all"
+                raise invalid("namespaces", one, "namespaces of this client", fix)
+        namespaces = namespaces or own
         opened = [namespace.opened() for namespace in namespaces]
         request = WatchRequest(
             from_sequence=check_number("from_sequence", from_sequence, 0, U64_MAX),

@@ -57,8 +57,9 @@ def _joined(keys: Sequence[bytes], key_nbytes: int) -> bytes:
         kinds = ", ".join(sorted({type(key).__name__ for key in keys}))
         allowed = f"bytes, {key_nbytes} each"
         raise invalid("keys", f"a list of {kinds}", allowed, "give chain hashes") from None
-    if lengths - {key_nbytes}:
-        wrong = sorted(lengths - {key_nbytes})
+    # An element of a memoryview may have several bytes.
+    if lengths - {key_nbytes} or len(packed) != len(keys) * key_nbytes:
+        wrong = sorted({memoryview(key).nbytes for key in keys} - {key_nbytes})
         fix = "give the whole chain hash of this namespace"
         raise invalid("keys", f"keys of {wrong} bytes", f"{key_nbytes} bytes each", fix)
     return packed
@@ -131,7 +132,8 @@ def acquire_request(
     packed: bytes | bytearray | memoryview, key_nbytes: int, terms: Terms
 ) -> pb.AcquireRequest:
     """Acquire, without the handle of the set. Errors: InvalidArgumentError."""
-    ttl_s, byte_budget = terms.ttl_s or 0, terms.byte_budget or 0
+    ttl_s = 0 if terms.ttl_s is None else terms.ttl_s
+    byte_budget = 0 if terms.byte_budget is None else terms.byte_budget
     return pb.AcquireRequest(
         keys=bytes(packed),
         lease_ttl_ms=milliseconds(check_seconds("ttl_s", ttl_s)),

@@ -59,16 +59,21 @@ def targets_of(buffers: object, count: int, block_nbytes: int) -> Targets:
 
 
 def _writable(buffer: object, nbytes: int, name: str) -> memoryview:
-    try:
-        view = memoryview(buffer)  # type: ignore[arg-type] # the error below is ours to word
-        view = view if view.format == "B" and view.ndim == 1 else view.cast("B")
-    except TypeError as error:
-        allowed = "a contiguous buffer, or a list of them"
-        raise invalid(name, type(buffer).__name__, allowed, f"give such memory ({error})") from None
+    view = bytes_of(buffer, name)
     if view.readonly or view.nbytes != nbytes:
         what = f"{view.nbytes} {'read-only ' if view.readonly else ''}bytes"
         raise invalid(name, what, f"{nbytes} writable bytes", "give blocks of the group's size")
     return view
+
+
+def bytes_of(buffer: object, name: str) -> memoryview:
+    """A buffer as bytes, without a copy. Errors: InvalidArgumentError."""
+    try:
+        view = memoryview(buffer)  # type: ignore[arg-type] # the error below is ours to word
+        return view if view.format == "B" and view.ndim == 1 else view.cast("B")
+    except (TypeError, ValueError) as error:
+        allowed = "a contiguous buffer, or a list of them"
+        raise invalid(name, type(buffer).__name__, allowed, f"give such memory ({error})") from None
 
 
 def copy_blocks(

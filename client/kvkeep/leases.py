@@ -12,7 +12,7 @@ from kvkeep.convert import milliseconds
 from kvkeep.copying import release_views, unchanged, view_blocks
 from kvkeep.errors import LeaseLostError, SessionLostError, UnavailableError
 from kvkeep.results import BlockStatus, MissReason, RenewStatus
-from kvkeep.spec import check_seconds, deadline_of, invalid
+from kvkeep.spec import check_seconds, deadline_of, invalid, whole
 from kvkeep.v1 import block_cache_pb2 as pb
 from kvkeep.v1.block_cache_pb2 import (
     TIER_ID_NVME,
@@ -242,7 +242,10 @@ class Acquired:
 
         Errors: as `views`; IndexError.
         """
-        return np.frombuffer(self.views(rank, group)[block], dtype=np.uint8)
+        number = whole(block)
+        if number is None:
+            raise invalid("block", block, "a number of a leased block", "count from 0")
+        return np.frombuffer(self.views(rank, group)[number], dtype=np.uint8)
 
     def addresses(self, rank: int | None = None, group: int = 0) -> NDArray[np.uint64]:
         """Pool addresses of the leased blocks, a u64 each: page, and chunk id times 2^32."""

@@ -28,8 +28,24 @@ from kvkeep.results import (
     RemovalStatus,
 )
 from kvkeep.shared_index import Words
-from kvkeep.spec import GroupKind, check_hints, check_seconds, deadline_of, invalid
-from kvkeep.store import Pipeline, Store, ack_level, parent_before, sources_of, summed
+from kvkeep.spec import (
+    GroupKind,
+    check_flag,
+    check_hints,
+    check_number,
+    check_seconds,
+    deadline_of,
+    invalid,
+)
+from kvkeep.store import (
+    Pipeline,
+    Store,
+    ack_level,
+    checked_parent,
+    parent_before,
+    sources_of,
+    summed,
+)
 from kvkeep.tickets import AcquireTicket
 from kvkeep.upkeep import Upkeep
 from kvkeep.v1 import block_cache_pb2 as pb
@@ -319,15 +335,11 @@ class Namespace(Upkeep):
         """
         key_nbytes = self.spec.key_nbytes
         words = Words(pack_keys(keys, key_nbytes), key_nbytes)
-        group_spec = self.spec.groups[group] if 0 <= group < len(self.spec.groups) else None
-        if group_spec is None:
-            fix = "name one of the specification's groups"
-            raise invalid("group", group, f"0 to {len(self.spec.groups) - 1}", fix)
-        into = targets_of(buffers, words.count, group_spec.block_nbytes)
+        group = check_number("group", group, 0, len(self.spec.groups) - 1)
+        into = targets_of(buffers, words.count, self.spec.groups[group].block_nbytes)
         opened = self._live()
         if opened is None or opened.hidden or not words.count:
             return 0
-        opened.checked_group(group)
         rank = opened.rank_or_only(rank)
         if not (self._optimistic_reads or opened.unleased_reads):
             return self._read_leased(keys, into, rank, group)
@@ -380,20 +392,18 @@ class Namespace(Upkeep):
         """
         key_nbytes = self.spec.key_nbytes
         packed = bytes(pack_keys(keys, key_nbytes))
-        if parent_key is not None and len(parent_key) != key_nbytes:
-            what = f"{len(parent_key)} bytes"
-            raise invalid("parent_key", what, f"{key_nbytes} bytes or None", "give the whole key")
+        parent = checked_parent(parent_key, key_nbytes)
         # Makes no call; a commit into an epoch that is over is refused.
         opened = self._ready()
         rank = opened.rank_or_only(rank)
         words, level = Words(packed, key_nbytes), ack_level(ack)
-        new = opened.new_blocks(words, rank, positions or {}, on_nvme=ack != "ram")
+        new = opened.new_blocks(words, rank, positions, on_nvme=ack != "ram")
         first = min((own[0] for own in new.values() if own), default=words.count)
         deadline_s = deadline_of(timeout_s, self._timeout_s)
         template = pb.CommitRequest(
             set_index=opened.set_index,
             rank=rank,
-            parent_key=parent_before(packed, first, key_nbytes) or parent_key or b"",
+            parent_key=parent_before(packed, first, key_nbytes) or parent,
             keys=packed[first * key_nbytes :],
             ack_level=level,
             hints=hints_message(hints),
@@ -466,7 +476,9 @@ class Namespace(Upkeep):
         opened = self._require()
         opened.check_count(len(packed) // self.spec.key_nbytes)
         request = pb.RemoveRequest(
-            set_index=opened.set_index, keys=packed, with_descendants=with_descendants
+            set_index=opened.set_index,
+            keys=packed,
+            with_descendants=check_flag("with_descendants", with_descendants),
         )
         deadline_s = deadline_of(timeout_s, self._timeout_s)
         response = opened.session.transport.remove(request, deadline_s)

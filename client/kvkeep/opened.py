@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
@@ -14,7 +15,7 @@ from kvkeep.shared_memory import NO_ROW
 from kvkeep.spec import GroupKind, Hints, invalid, whole
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from kvkeep.copying import Targets
     from kvkeep.session import Session
@@ -226,7 +227,12 @@ class Opened:
         return limit
 
     def new_blocks(
-        self, words: Words, rank: int, positions: Mapping[int, Sequence[int]], *, on_nvme: bool
+        self,
+        words: Words,
+        rank: int,
+        positions: Mapping[int, Sequence[int]] | None,
+        *,
+        on_nvme: bool,
     ) -> dict[int, Sequence[int]]:
         """Positions of the keys whose blocks of one rank are to be stored, by group.
 
@@ -244,10 +250,13 @@ class Opened:
             new[group] = own if again else self.absent(words, rank, group, own)
         return new
 
-    def _wanted(
-        self, words: Words, positions: Mapping[int, Sequence[int]]
-    ) -> dict[int, Sequence[int]]:
+    def _wanted(self, words: Words, positions: object) -> dict[int, Sequence[int]]:
         """Positions of WINDOW and STATE groups, checked, in the order of the groups."""
+        if positions is None:
+            return {}
+        if not isinstance(positions, Mapping):
+            fix = "give the positions by group"
+            raise invalid("positions", positions, "a mapping from groups, or None", fix)
         wanted: dict[int, Sequence[int]] = {
             self._boundary_group(group): _ascending(group, own, words.count)
             for group, own in positions.items()
@@ -303,11 +312,14 @@ class Opened:
         return seed
 
 
-def _ascending(group: int, positions: Sequence[int], keys: int) -> list[int]:
+def _ascending(group: int, positions: object, keys: int) -> list[int]:
     """Positions as plain integers. Errors: InvalidArgumentError."""
+    field, fix = f"positions[{group}]", "name each key that has a block once, in order"
+    allowed = f"ascending, 0 to {keys - 1}"
+    if not isinstance(positions, Iterable):
+        raise invalid(field, positions, allowed, fix)
     numbers = [whole(position) for position in positions]
     plain = [number for number in numbers if number is not None and 0 <= number < keys]
     if len(plain) < len(numbers) or any(a >= b for a, b in pairwise(plain)):
-        fix = "name each key that has a block once, in order"
-        raise invalid(f"positions[{group}]", positions, f"ascending, 0 to {keys - 1}", fix)
+        raise invalid(field, positions, allowed, fix)
     return plain

@@ -7,7 +7,7 @@ import socket
 from typing import TYPE_CHECKING
 
 from kvkeep.bridge import Bridge
-from kvkeep.errors import SessionLostError, UnavailableError
+from kvkeep.errors import DeadlineError, SessionLostError, UnavailableError
 from kvkeep.fd_socket import FdSocket
 from kvkeep.remote_channel import RemoteChannel
 from kvkeep.session import Session
@@ -79,8 +79,9 @@ class RemoteSession(Session):
         except BaseException as error:
             theirs.close()
             self.end()
-            if type(error) is UnavailableError:
-                raise UnavailableError(
+            if isinstance(error, UnavailableError | DeadlineError):
+                kind = DeadlineError if isinstance(error, DeadlineError) else UnavailableError
+                raise kind(
                     f"no session with a daemon on {settings.address}: {error}. Start it there with "
                     "remote.listen, or give its address"
                 ) from error

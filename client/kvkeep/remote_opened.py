@@ -73,7 +73,12 @@ class RemoteOpened(Opened):
         return self.session.alive
 
     def new_blocks(
-        self, words: Words, rank: int, positions: Mapping[int, Sequence[int]], *, on_nvme: bool
+        self,
+        words: Words,
+        rank: int,
+        positions: Mapping[int, Sequence[int]] | None,
+        *,
+        on_nvme: bool,
     ) -> dict[int, Sequence[int]]:
         """As of `Opened`, as far as one look-up tells: what else is there answers ALREADY_STORED.
 

@@ -219,8 +219,7 @@ class NamespaceSpec:
             fix = "use a chain hash of at least 128 bits"
             raise invalid("key_nbytes", self.key_nbytes, allowed, fix)
         _check_bytes("hash_root", self.hash_root, KEY_NBYTES_MAX)
-        if not isinstance(self.replicated, bool):
-            raise invalid("replicated", self.replicated, "True or False", "give a bool")
+        check_flag("replicated", self.replicated)
         for name in ("tp_size", "pp_size", "dp_size", "cp_size"):
             check_number(name, getattr(self, name), 1, U32_MAX)
         check_number("namespace_epoch", self.namespace_epoch, 0, U64_MAX)
@@ -271,8 +270,7 @@ class Hints:
         check_number("hints.engine_hit_tokens", self.engine_hit_tokens, 0, U64_MAX)
         _check_bytes("hints.session_id", self.session_id, SESSION_ID_NBYTES_MAX)
         check_number("hints.stop_reason", self.stop_reason, 0, max(StopReason))
-        if not isinstance(self.sub_agent, bool):
-            raise invalid("hints.sub_agent", self.sub_agent, "True or False", "give a bool")
+        check_flag("hints.sub_agent", self.sub_agent)
         check_seconds("hints.return_expected_s", self.return_expected_s)
         check_seconds("hints.ttl_s", self.ttl_s)
 
@@ -297,7 +295,11 @@ def check_hints(hints: object) -> None:
 
 def invalid(field: str, value: object, allowed: str, fix: str) -> InvalidArgumentError:
     """The error of an argument, as one sentence with its four parts; a long value is cut."""
-    shown = repr(value)
+    try:
+        shown = repr(value)
+    except ValueError:
+        # Python writes no integer of thousands of digits.
+        shown = f"a huge {type(value).__name__}"
     if len(shown) > _SHOWN_MAX:
         shown = f"{shown[:_SHOWN_MAX]}..."
     return InvalidArgumentError(f"{field} is {shown}; allowed is {allowed}: {fix}")
@@ -339,11 +341,19 @@ def check_number(field: str, value: object, low: int, high: int) -> int:
     return number
 
 
+def check_flag(field: str, value: object) -> bool:
+    """Errors: InvalidArgumentError for what is no bool."""
+    if not isinstance(value, bool):
+        raise invalid(field, value, "True or False", "give a bool")
+    return value
+
+
 def check_seconds(field: str, value: object, *, zero: bool = True) -> float:
     """`value` as a float. Errors: InvalidArgumentError unless it fits u32 milliseconds."""
     try:
         seconds = float(value) if isinstance(value, SupportsFloat) else math.nan
-    except (ValueError, OverflowError):
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        # Arrays and tensors of several elements have a __float__, too.
         seconds = math.nan
     if not 0 <= seconds <= SECONDS_MAX or not (seconds or zero):
         allowed = f"{'0' if zero else 'above 0'} to {SECONDS_MAX}"

@@ -6,10 +6,10 @@ import struct
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from kvkeep.copying import release_views
+from kvkeep.copying import bytes_of, release_views
 from kvkeep.errors import KVKeepError, UnavailableError
 from kvkeep.results import AckLevel, CommitResult, CommitStatus
-from kvkeep.spec import deadline_of, invalid
+from kvkeep.spec import deadline_of, invalid, whole
 from kvkeep.tickets import CommitTicket, Tickets
 from kvkeep.v1 import block_cache_pb2 as pb
 from kvkeep.v1.session_pb2 import CallMethod
@@ -98,7 +98,7 @@ class Store:
 
         Errors: InvalidArgumentError (no such group).
         """
-        if group not in self._new:
+        if whole(group) not in self._new:
             raise invalid("group", group, f"the store's groups {self.groups}", "name one of them")
         return self._new[group]
 
@@ -107,7 +107,8 @@ class Store:
 
         Errors: InvalidArgumentError (no such group, or committed already).
         """
-        views = self._views.get(group)
+        number = whole(group)
+        views = None if number is None else self._views.get(number)
         if views is None:
             what = "the open store's groups" if self._views else "none: the store is over"
             raise invalid("group", group, f"{what} {self.groups}", "make a new store")
@@ -314,9 +315,23 @@ class Pipeline:
 
 def ack_level(ack: str) -> pb.AckLevel.ValueType:
     """Its number. Errors: InvalidArgumentError."""
-    if ack not in {level.name.lower() for level in AckLevel}:
+    if not isinstance(ack, str) or ack not in {level.name.lower() for level in AckLevel}:
         raise invalid("ack", ack, "ram, nvme or remote", "name one of them")
     return pb.AckLevel.ValueType(AckLevel[ack.upper()])
+
+
+def checked_parent(parent_key: object, key_nbytes: int) -> bytes:
+    """The key before the first; b"" = none. Errors: InvalidArgumentError."""
+    if parent_key is None:
+        return b""
+    if not isinstance(parent_key, bytes | bytearray | memoryview):
+        what = type(parent_key).__name__
+        raise invalid("parent_key", what, f"{key_nbytes} bytes or None", "give the whole key")
+    parent = bytes(parent_key)
+    if len(parent) != key_nbytes:
+        what = f"{len(parent)} bytes"
+        raise invalid("parent_key", what, f"{key_nbytes} bytes or None", "give the whole key")
+    return parent
 
 
 def parent_before(packed: bytes, position: int, key_nbytes: int) -> bytes:
@@ -325,12 +340,12 @@ def parent_before(packed: bytes, position: int, key_nbytes: int) -> bytes:
 
 
 def sources_of(buffers: object, count: int, nbytes: int) -> list[memoryview]:
-    """One buffer a block. Errors: InvalidArgumentError, TypeError."""
+    """One buffer a block. Errors: InvalidArgumentError."""
     if isinstance(buffers, list | tuple):
-        sources = [memoryview(buffer).cast("B") for buffer in buffers]
+        sources = [bytes_of(buffer, f"buffers[{at}]") for at, buffer in enumerate(buffers)]
     else:
-        whole = memoryview(buffers).cast("B")  # type: ignore[arg-type] # TypeError says it well
-        sources = [whole[at : at + nbytes] for at in range(0, whole.nbytes, nbytes)]
+        joined = bytes_of(buffers, "buffers")
+        sources = [joined[at : at + nbytes] for at in range(0, joined.nbytes, nbytes)]
     if len(sources) != count or any(source.nbytes != nbytes for source in sources):
         allowed = f"{count} blocks of {nbytes} bytes"
         raise invalid("buffers", f"{len(sources)} blocks", allowed, "give one block a key")

@@ -120,9 +120,18 @@ _BY_CODE: Final[dict[grpc.StatusCode, type[KVKeepError]]] = {
     grpc.StatusCode.UNIMPLEMENTED: NotSupportedError,
     grpc.StatusCode.OUT_OF_RANGE: InvalidArgumentError,
 }
+# How gRPC reads the status 403 or 404 of HTTP, and that the service is not there.
+_OF_NO_DAEMON: Final = (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNIMPLEMENTED)
 _ERRORS: Final[dict[int, type[KVKeepError]]] = {
     code.value[0]: kind for code, kind in _BY_CODE.items()
 }
+
+
+def _attach_failed(error: grpc.RpcError) -> KVKeepError:
+    """As `_converted`; what a proxy or another service says to it is the word of no daemon."""
+    if error.code() in _OF_NO_DAEMON:
+        return UnavailableError(f"Attach: what answers is no kvkeep daemon: {error.details()}")
+    return _converted(error, "Attach")
 
 
 def call_failed(error: grpc.RpcError, what: str) -> KVKeepError:
@@ -388,7 +397,7 @@ class AttachStream:
                 for event in self._transport.attach(self._beats(over)):
                     self._handle(event)
             except grpc.RpcError as error:
-                self._note(_converted(error, "Attach"))
+                self._note(_attach_failed(error))
             except ValueError:
                 return
             finally:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvkeep.convert import hints_message, milliseconds, pack_keys
 from kvkeep.results import Pin
-from kvkeep.spec import U32_MAX, U64_MAX, check_number, check_seconds, deadline_of
+from kvkeep.spec import U32_MAX, U64_MAX, check_number, check_seconds, deadline_of, invalid
 from kvkeep.v1 import block_cache_pb2 as pb
 
 if TYPE_CHECKING:
@@ -113,8 +113,11 @@ class Upkeep(ABC):
     def unpin(self, *pins: Pin, timeout_s: float | None = None) -> int:
         """Take pins back, whichever process got them; how many of them held still. One call.
 
-        Errors: UnavailableError, DeadlineError.
+        Errors: InvalidArgumentError, UnavailableError, DeadlineError.
         """
+        for pin in pins:
+            if not isinstance(pin, Pin):
+                raise invalid("pins", pin, "what pin() returned", "give those")
         request = pb.UnpinRequest(pin_ids=[pin.pin_id for pin in pins if pin.pin_id])
         transport = self._require().session.transport
         return transport.unpin(request, deadline_of(timeout_s, self._timeout_s)).unpinned

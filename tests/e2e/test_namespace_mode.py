@@ -59,6 +59,8 @@ def test_a_bypassed_set_is_as_if_it_were_not_there(client, daemon, turn, way):
     # Who comes later is told when it opens the set.
     with connect(place(daemon, way), timeout_s=20) as other:
         assert other.open_namespace(spec(NBYTES, model=model)).lookup(KEYS).blocks == 0
+    # Twice is no error, and not said to be a change.
+    assert turn("bypass", "--model", model) == f"{namespace.set_id.hex()} is bypass already\n"
     turn("normal", "--model", model)
     wait_until(lambda: namespace.lookup(KEYS).blocks == 6, 5, "the client knows")
 
@@ -88,7 +90,6 @@ def test_what_is_set_is_shown(client, daemon, turn, way):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ((), "--set, --tenant, --model"),
         (("--model", "no such model"), "no such model"),
         (("--set", "zz"), "kvkeep stats"),
     ],
@@ -96,3 +97,11 @@ def test_what_is_set_is_shown(client, daemon, turn, way):
 def test_what_names_no_set_is_refused(client, turn, options, sentence):
     with pytest.raises(Exception, match=sentence):
         turn("bypass", *options)
+
+
+def test_who_names_no_set_is_told_how_before_a_daemon_is_asked(tmp_path):
+    line = ["namespace-mode", "bypass", "--runtime-dir", str(tmp_path / "nobody serves here")]
+    result = CliRunner().invoke(command, line)
+    assert result.exit_code == 2
+    for part in ("--set HEX", "--tenant NAME", "--model NAME", "at least one", "kvkeep stats"):
+        assert part in result.stderr

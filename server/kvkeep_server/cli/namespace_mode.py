@@ -41,6 +41,12 @@ def namespace_mode(
     read-only: what is there is found, nothing is stored. bypass: nothing is found either, as if
     there were no cache; what is there stays. `kvkeep stats` shows sets and their modes.
     """
+    if not set_id and tenant is None and model is None:
+        msg = (
+            "which namespace sets is not said: give at least one of --set HEX (the beginning of an"
+            " id), --tenant NAME and --model NAME; `kvkeep stats --json` shows them"
+        )
+        raise click.UsageError(msg)
     with AdminCalls(runtime_dir) as admin:
         chosen = _chosen(admin.namespaces(), set_id.lower(), tenant, model)
         number = NamespaceMode.Value(_PREFIX + mode.upper().replace("-", "_"))
@@ -56,7 +62,9 @@ def namespace_mode(
         click.echo(json.dumps({"namespaces": changed}))
         return
     for one in changed:
-        click.echo(f"{one['set_id']} was {one['previous']}, is {one['mode']}")
+        same = one["previous"] == mode
+        said = f"is {mode} already" if same else f"was {one['previous']}, is {mode}"
+        click.echo(f"{one['set_id']} {said}")
 
 
 def _chosen(
@@ -65,11 +73,8 @@ def _chosen(
     """The sets that all of the options name.
 
     Raises:
-        InvalidArgumentError: None is named, or none is found, or a shortened id means several.
+        InvalidArgumentError: None is found, or a shortened id means several.
     """
-    if not set_id and tenant is None and model is None:
-        fix = "name what is meant"
-        raise InvalidArgumentError("--set, --tenant, --model", "", "at least one of them", fix)
     found = [
         one
         for one in known
