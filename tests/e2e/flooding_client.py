@@ -1,13 +1,8 @@
-"""A client that sends what costs the daemon most, as fast as it goes, until it is killed.
-
-    python -m tests.e2e.flooding_client RUNTIME_DIR FLOOD TRANSPORT
-
-It prints a line when the flood runs.
-"""
+"""The client program of the test of floods: it sends what costs the daemon most, as fast as it
+goes, until it is killed."""
 
 import itertools
 import socket
-import sys
 import threading
 import time
 from contextlib import ExitStack, suppress
@@ -15,6 +10,7 @@ from pathlib import Path
 
 from kvkeep.v1 import block_cache_pb2 as pb
 from kvkeep.v1 import session_pb2
+from tests.fakes.client_process import Wire
 from tests.fakes.frames import CALLS, HEADER
 from tests.fakes.raw_session import PAGE, RawSession
 
@@ -35,13 +31,15 @@ def chain(count: int) -> list[bytes]:
 
 def payload_of(flood: str, set_index: int) -> tuple[str, bytes]:
     """(name of the call, its payload)."""
-    group, staged = pb.GroupSpec(), pb.StagedGroup()
+    # Of two bytes each.
+    group = pb.NamespaceSpec(groups=[pb.GroupSpec()]).SerializeToString()
+    staged = pb.CommitRequest(groups=[pb.StagedGroup()]).SerializeToString()
     many = NBYTES // 2
     requests = {
         "groups of a namespace": lambda: pb.OpenNamespaceRequest(
-            spec=pb.NamespaceSpec(groups=[group] * (many - 8))
+            spec=pb.NamespaceSpec.FromString(group * (many - 8))
         ),
-        "groups of a commit": lambda: pb.CommitRequest(groups=[staged] * many),
+        "groups of a commit": lambda: pb.CommitRequest.FromString(staged * many),
         "leases to renew": lambda: pb.RenewRequest(lease_ids=[1] * (NBYTES - 8)),
         "a few keys to remove that are kept": lambda: pb.RemoveRequest(
             set_index=set_index, keys=b"".join(chain(CHAIN)[:-1])
@@ -83,7 +81,6 @@ def flood_grpc(raw: RawSession, name: str, payload: bytes) -> None:
 
 def flood_hellos(runtime_dir: Path) -> None:
     """Says hello and hangs up."""
-    say_ready()
     hello = session_pb2.SideHello(
         client_name="flood", layout_versions=[2], staging_nbytes=PAGE
     ).SerializeToString()
@@ -93,7 +90,7 @@ def flood_hellos(runtime_dir: Path) -> None:
             sock.send(hello)
 
 
-def flood_halves(runtime_dir: Path) -> None:
+def flood_halves(wire: Wire, runtime_dir: Path) -> None:
     """Sessions that each leave a call of HALF_NBYTES half sent, and the next one when it is
     refused: together more than the daemon has room for."""
     payload = pb.LookupRequest(keys=bytes(HALF_NBYTES)).SerializeToString()
@@ -113,26 +110,18 @@ def flood_halves(runtime_dir: Path) -> None:
         for thread in threads:
             thread.start()
         time.sleep(0.5)
-        say_ready()
+        wire.tell("it runs")
         threads[0].join()
 
 
-def say_ready() -> None:
-    sys.stdout.write("it runs\n")
-    sys.stdout.flush()
-
-
-def main() -> None:
-    runtime_dir, flood, transport = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
-    if flood == "half calls":
-        flood_halves(runtime_dir)
-    if flood == "hellos":
+def flood(wire: Wire, runtime_dir: Path, what: str, transport: str) -> None:
+    """Tells when it runs; never returns."""
+    if what == "half calls":
+        flood_halves(wire, runtime_dir)
+    if what == "hellos":
+        wire.tell("it runs")
         flood_hellos(runtime_dir)
     with RawSession(runtime_dir) as raw:
-        name, payload = payload_of(flood, stored_chain(raw))
-        say_ready()
+        name, payload = payload_of(what, stored_chain(raw))
+        wire.tell("it runs")
         (flood_grpc if transport == "gRPC" else flood_frames)(raw, name, payload)
-
-
-if __name__ == "__main__":
-    main()

@@ -15,7 +15,7 @@ from tests.fakes.ways import LISTEN, connect, place
 SETTINGS = (
     LISTEN + '[ram]\nsize = "{}"\nchunk = "4MiB"\nslab = "128KiB"\n[index]\nrows_initial = 512\n'
 )
-RAM = SETTINGS.format("16MiB")
+RAM = SETTINGS.format("24MiB")
 PROCESSES, THREADS = 3, 2
 
 

@@ -2,20 +2,20 @@
 
 import contextlib
 import statistics
-import subprocess
-import sys
 import time
 
 import pytest
 
 from kvkeep.v1 import block_cache_pb2 as pb
 from kvkeep.v1 import session_pb2
+from tests.e2e import flooding_client
+from tests.fakes.client_process import client_processes
 from tests.fakes.daemon_process import running_daemon
 from tests.fakes.raw_session import RawSession
 
 LAG_S = 0.05
 ROUNDS = 3
-ROUND_S = 0.7
+ROUND_S = 0.4
 PAUSE_S = 0.002
 LARGE_CALLS = 10
 # What a client waits for an answer when it says nothing else.
@@ -42,15 +42,11 @@ def daemon(tmp_path_factory):
 @contextlib.contextmanager
 def flooding(daemon, flood, transport):
     """A process that floods inside the `with`."""
-    program = [sys.executable, "-m", "tests.e2e.flooding_client"]
-    arguments = [daemon.runtime_dir, flood, transport]
-    with subprocess.Popen([*program, *arguments], stdout=subprocess.PIPE) as process:
-        try:
-            assert process.stdout.readline()
-            yield
-            assert process.poll() is None, "the flood goes on to the end"
-        finally:
-            process.kill()
+    with client_processes() as start:
+        client = start(flooding_client.flood, daemon.runtime_dir, flood, transport)
+        assert client.hear() == "it runs"
+        yield
+        client.check_alive()
 
 
 def p99_s(session, request) -> float:

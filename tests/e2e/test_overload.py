@@ -15,7 +15,7 @@ from tests.fakes.raw_session import PAGE, RawSession
 
 CONFIG = """
 [ram]
-size = "256MiB"
+size = "64MiB"
 [limits]
 commits_running_max = 16
 calls_running_max = 1000
@@ -33,7 +33,7 @@ def daemon(tmp_path_factory):
         yield process
 
 
-@pytest.mark.promise("P14", gate=2, nightly=100, unit="rounds of 800 calls of 200 clients")
+@pytest.mark.promise("P14", gate=1, nightly=100, unit="rounds of 800 calls of 200 clients")
 def test_no_call_of_200_clients_is_lost(daemon, promise_count):
     with client_processes() as start:
         clients = [start(overload, daemon.runtime_dir, n, promise_count) for n in range(CLIENTS)]
