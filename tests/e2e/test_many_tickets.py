@@ -1,5 +1,6 @@
 """Many submitted calls at once: each ends, none is lost, all bytes are right, nothing stays."""
 
+import gc
 import os
 import random
 import select
@@ -26,6 +27,8 @@ BLOCKS = 16
 CHAINS = 32
 SPEC = spec(BLOCK_NBYTES)
 LONG_S = 60.0
+# Half a KiB of each look-up that misses, in the gate.
+LEFT_NBYTES = 4 << 20
 NVME = """
 [ram]
 size = "8MiB"
@@ -130,7 +133,7 @@ def test_b095_read_on_another_connection_what_is_just_being_written(tmp_path):
 def test_what_lies_on_nvme_comes_while_the_loop_goes_on(tmp_path):
     with (
         running_daemon(tmp_path, NVME.format(tmp_path)) as daemon,
-        kvkeep.connect(daemon.runtime_dir) as client,
+        kvkeep.connect(daemon.runtime_dir, timeout_s=LONG_S) as client,
     ):
         namespace = client.open_namespace(SPEC)
         chains = [chain_keys(("nvme", number), 4 * BLOCKS) for number in range(64)]
@@ -155,7 +158,7 @@ def test_b036_more_loads_than_readers_wait_and_do_not_fail(tmp_path):
     """100 at once of one thread that reads."""
     with (
         running_daemon(tmp_path, NVME.format(tmp_path) + "read_threads = 1\n") as daemon,
-        kvkeep.connect(daemon.runtime_dir) as client,
+        kvkeep.connect(daemon.runtime_dir, timeout_s=LONG_S) as client,
     ):
         namespace = client.open_namespace(SPEC)
         chains = [chain_keys(("b036", number), BLOCKS) for number in range(200)]
@@ -184,7 +187,7 @@ def test_b031_cancelled_calls_keep_nothing(tmp_path):
     source = random.Random(31)
     with (
         running_daemon(tmp_path, NVME.format(tmp_path)) as daemon,
-        kvkeep.connect(daemon.runtime_dir) as client,
+        kvkeep.connect(daemon.runtime_dir, timeout_s=LONG_S) as client,
     ):
         namespace = client.open_namespace(SPEC)
         chains = [chain_keys(("nvme", number), BLOCKS) for number in range(128)]
@@ -247,7 +250,7 @@ def resident_nbytes(pid):
         return int(fields.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-@pytest.mark.promise("P14", gate=20_000, nightly=1_000_000, unit="look-ups that miss")
+@pytest.mark.promise("P14", gate=8_000, nightly=1_000_000, unit="look-ups that miss")
 def test_b032_misses_leave_nothing_behind(tmp_path, promise_count):
     with running_daemon(tmp_path) as daemon, kvkeep.connect(daemon.runtime_dir) as client:
         namespace = client.open_namespace(SPEC)
@@ -266,8 +269,9 @@ def test_b032_misses_leave_nothing_behind(tmp_path, promise_count):
             assert ticket.state is TicketState.NOTHING, ticket.error
 
         miss(0, 2_000)
+        gc.collect()  # what other tests left in this process
         before = [resident_nbytes(pid) for pid in (os.getpid(), daemon.pid)]
         miss(2_000, promise_count)
         after = [resident_nbytes(pid) for pid in (os.getpid(), daemon.pid)]
         for was, now in zip(before, after, strict=True):
-            assert now - was < 10 << 20
+            assert now - was < LEFT_NBYTES

@@ -19,17 +19,17 @@ CONFIG = LISTEN + '[ram]\nsize = "64MiB"\n[sessions]\nstaging = "4MiB"\ntimeout 
 SESSION_TIMEOUT_S = 2.0
 
 
-@pytest.fixture
-def daemon(tmp_path):
-    with running_daemon(tmp_path, CONFIG) as started:
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory):
+    with running_daemon(tmp_path_factory.mktemp("daemon"), CONFIG) as started:
         yield started
         started.check_log()
 
 
-def hold(wire, where):
+def hold(wire, where, model):
     """A client that leases, begins to store, and waits."""
     with connect(where, timeout_s=10.0) as client:
-        namespace = client.open_namespace(spec(NBYTES))
+        namespace = client.open_namespace(spec(NBYTES, model=model))
         acquired = namespace.acquire(KEYS)
         store = namespace.store(chain_keys(os.getpid(), 3))
         wire.tell((acquired.leased, len(store.views)))
@@ -40,9 +40,10 @@ def hold(wire, where):
 @pytest.mark.parametrize(("end", "bound_s"), [("kill", 1.0), ("stop", SESSION_TIMEOUT_S + 1.0)])
 def test_what_a_client_held_comes_back(daemon, end, bound_s):
     with connect(daemon.address, timeout_s=10.0) as client, client_processes() as start:
-        namespace = client.open_namespace(spec(NBYTES))
+        wait_until(lambda: client.stats().sessions == 1, 5.0, "those of other tests are over")
+        namespace = client.open_namespace(spec(NBYTES, model=end))
         assert store_chain(namespace, KEYS).stored == BLOCKS
-        clients = [start(hold, daemon.address) for _ in range(2)]
+        clients = [start(hold, daemon.address, end) for _ in range(2)]
         assert [one.hear(30.0) for one in clients] == [(BLOCKS, 3)] * 2
         assert (client.stats().sessions, client.stats().leases) == (3, 2)
         for one in clients:
