@@ -151,7 +151,7 @@ def _stores(namespace, keys):
 
 
 def test_a_second_signal_ends_it_fast_and_leaves_what_was_acknowledged(daemon, tmp_path):
-    """Draining all that is in ram would take many slow syncs."""
+    """Draining all that is in ram would take nine slow syncs."""
     sync_s, acked = 1.0, {}
     slow(daemon, 0.0)
     with kvkeep.connect(daemon.runtime_dir, timeout_s=20.0) as client:
@@ -161,7 +161,7 @@ def test_a_second_signal_ends_it_fast_and_leaves_what_was_acknowledged(daemon, t
             result = namespace.store_blocks(keys, [content(key) for key in keys], ack="nvme")
             acked[name] = result.stored
         assert acked == dict.fromkeys(range(3), LENGTH)
-        for name in range(3, 9):
+        for name in range(3, 12):
             keys = chain(name)
             assert namespace.store_blocks(keys, [content(key) for key in keys]).refused == 0
         syncs_take(daemon, sync_s)
