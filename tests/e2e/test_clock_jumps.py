@@ -76,7 +76,7 @@ def test_jumps_expire_nothing_and_a_restart_in_the_past_loses_nothing(tmp_path, 
     chains = [keys_of("first", 20)]
     try:
         daemon.start()
-        with kvkeep.connect(daemon.runtime_dir) as client:
+        with kvkeep.connect(daemon.runtime_dir, timeout_s=20.0) as client:
             namespace = client.open_namespace(spec(BLOCK))
             store(namespace, chains[0])
             with namespace.acquire(chains[0], ttl_s=LEASE_S) as held:
@@ -97,7 +97,7 @@ def test_jumps_expire_nothing_and_a_restart_in_the_past_loses_nothing(tmp_path, 
         daemon.kill()
         clock.jump_to(-3)
         daemon.start()
-        with kvkeep.connect(daemon.runtime_dir) as client:
+        with kvkeep.connect(daemon.runtime_dir, timeout_s=20.0) as client:
             namespace = client.open_namespace(spec(BLOCK))
             # It serves while it recovers.
             wait_until(lambda: not client.stats().nvme.recovering, 30, "it has recovered")
