@@ -59,7 +59,7 @@ def verify(runtime_dir, acked, source, chains_max=40):
             while True:
                 with namespace.acquire(keys, wait_s=10.0) as found:
                     for key, view in zip(keys, found.views(), strict=False):
-                        assert view == content(key)
+                        assert bytes(view) == content(key)
                     if found.leased >= acked[number]:
                         break
                 # It serves while it recovers.

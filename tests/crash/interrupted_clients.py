@@ -10,7 +10,7 @@ import kvkeep
 from tests.fakes.client_process import Wire
 from tests.fakes.generated_blocks import blocks_of, chain_keys, place_of, spec
 
-BLOCK_NBYTES = 2 * 1024 * 1024
+BLOCK_NBYTES = 512 * 1024
 BLOCKS = 4
 DEADLINE_S = 5.0
 SPEC = spec(BLOCK_NBYTES)
@@ -100,7 +100,8 @@ def _store_and_read(namespace, keys, expected, *, store: bool) -> tuple[int, int
             namespace.store_blocks(keys, expected)
         with namespace.acquire(keys) as acquired:
             right = [
-                view == row.data for view, row in zip(acquired.views(), expected, strict=False)
+                bytes(view) == row.tobytes()
+                for view, row in zip(acquired.views(), expected, strict=False)
             ]
             return len(right), right.count(False)
     except kvkeep.UnavailableError:

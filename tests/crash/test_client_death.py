@@ -29,7 +29,7 @@ from tests.fakes.generated_blocks import chain_keys, store_chain
 from tests.fakes.waiting import wait_until
 
 CLIENTS = 10
-TIMEOUT_S = 2.0
+TIMEOUT_S = 1.5
 AFTER_KILL_S = 1.0
 AFTER_STOP_S = TIMEOUT_S + 1.0
 CONFIG = f"""
@@ -38,7 +38,7 @@ size = "64MiB"
 chunk = "64MiB"
 slab = "1MiB"
 [sessions]
-timeout = "{TIMEOUT_S:.0f}s"
+timeout = "{TIMEOUT_S * 1000:.0f}ms"
 staging_max = {CLIENTS * STAGING_NBYTES}
 staging_total_max = {(CLIENTS + 1) * STAGING_NBYTES}
 """

@@ -77,8 +77,8 @@ def test_a_dead_daemon_takes_no_client_with_it(tmp_path, promise_count):
 
 def test_a_daemon_that_was_stopped_ends_nobody(tmp_path):
     """While it could not hear, silence says nothing: sessions and leases of the living go on."""
-    timeout_s, clients = 2.0, 4
-    text = f'[sessions]\ntimeout = "{timeout_s:.0f}s"\n[leases]\nttl = "60s"\n'
+    timeout_s, clients = 1.5, 4
+    text = f'[sessions]\ntimeout = "{timeout_s * 1000:.0f}ms"\n[leases]\nttl = "60s"\n'
     keys = chain_keys("kept", BLOCKS)
     with running_daemon(tmp_path, text) as daemon, contextlib.ExitStack() as held:
         attached = [held.enter_context(kvkeep.connect(daemon.runtime_dir)) for _ in range(clients)]
@@ -86,7 +86,7 @@ def test_a_daemon_that_was_stopped_ends_nobody(tmp_path):
         store_chain(namespaces[0], keys)
         leases = [namespace.acquire(keys) for namespace in namespaces]
         daemon.send(signal.SIGSTOP)
-        time.sleep(2 * timeout_s)
+        time.sleep(1.5 * timeout_s)
         assert namespaces[0].lookup(keys).blocks == BLOCKS
         daemon.send(signal.SIGCONT)
         time.sleep(timeout_s)

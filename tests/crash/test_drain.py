@@ -29,8 +29,16 @@ def daemon(tmp_path):
 
 
 def slow(daemon, sync_s):
-    daemon.program = (sys.executable, "-m", "tests.crash.slow_daemon", str(sync_s))
+    syncs_take(daemon, sync_s)
+    file = str(daemon.directory / "sync_s")
+    daemon.program = (sys.executable, "-m", "tests.crash.slow_daemon", file)
     daemon.start()
+
+
+def syncs_take(daemon, sync_s):
+    new = daemon.directory / "sync_s.new"
+    new.write_text(str(sync_s))
+    new.rename(daemon.directory / "sync_s")
 
 
 def at_once(daemon):
@@ -111,6 +119,7 @@ def test_a_commit_that_runs_gets_its_answer(daemon):
         )
         assert not answers
         storing.join()
+    syncs_take(daemon, 0.0)
     assert answers[0].stored == LENGTH
     assert daemon.process.wait(20) == 0
     at_once(daemon)
@@ -142,9 +151,9 @@ def _stores(namespace, keys):
 
 
 def test_a_second_signal_ends_it_fast_and_leaves_what_was_acknowledged(daemon, tmp_path):
-    """Draining all that is in ram would take many slow syncs."""
+    """Draining all that is in ram would take nine slow syncs."""
     sync_s, acked = 1.0, {}
-    slow(daemon, sync_s)
+    slow(daemon, 0.0)
     with kvkeep.connect(daemon.runtime_dir, timeout_s=20.0) as client:
         namespace = client.open_namespace(SPEC)
         for name in range(3):
@@ -152,9 +161,10 @@ def test_a_second_signal_ends_it_fast_and_leaves_what_was_acknowledged(daemon, t
             result = namespace.store_blocks(keys, [content(key) for key in keys], ack="nvme")
             acked[name] = result.stored
         assert acked == dict.fromkeys(range(3), LENGTH)
-        for name in range(3, 9):
+        for name in range(3, 12):
             keys = chain(name)
             assert namespace.store_blocks(keys, [content(key) for key in keys]).refused == 0
+        syncs_take(daemon, sync_s)
         daemon.send(signal.SIGTERM)
         wait_until(lambda: not client.attached, 5, "it drains")
     time.sleep(0.1)

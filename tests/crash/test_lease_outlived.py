@@ -14,7 +14,7 @@ from tests.fakes.generated_blocks import chain_keys, store_chain
 from tests.fakes.waiting import wait_until
 
 READERS = 8
-TTL_S = 0.3
+TTL_S = 0.15
 # Holds all chains of the readers at once, and little more.
 CONFIG = """
 [ram]

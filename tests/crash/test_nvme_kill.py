@@ -2,10 +2,9 @@
 nothing that is read is wrong. The oracle is this process; the writer is another."""
 
 import asyncio
+import os
 import random
 import signal
-import subprocess
-import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,6 +14,7 @@ from kvkeep_server.tiers.base import ReadStatus
 from tests.crash.nvme_writer import LIMITS, index_of, key_of, nbytes_of
 from tests.fakes.nvme_blocks import content
 from tests.fakes.nvme_tier import IndexOwner, get, nvme_tier, started
+from tests.fakes.warm_programs import WarmProgram
 
 
 class Oracle:
@@ -37,19 +37,22 @@ class Oracle:
 
 def one_life(path, oracle, source, first):
     """Runs a writer, kills it after some of its lines, and hears all that it said."""
-    command = [sys.executable, "-m", "tests.crash.nvme_writer", str(path), str(first), str(first)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
-        assert writer.stdout is not None
-        lines = source.randint(1, 60)
-        for _ in range(lines):
-            line = writer.stdout.readline()
-            assert line.endswith("\n"), "the writer ended by itself"
-            oracle.hear(line)
-        writer.send_signal(signal.SIGKILL)
-        for line in writer.stdout.read().splitlines(keepends=True):
+    said, saying = os.pipe()
+    with os.fdopen(said) as said_by_writer:
+        arguments = [str(path), str(first), str(first)]
+        writer = WarmProgram("tests.crash.nvme_writer", arguments, saying)
+        os.close(saying)
+        try:
+            for _ in range(source.randint(1, 60)):
+                line = said_by_writer.readline()
+                assert line.endswith("\n"), f"the writer ended by itself: {line}"
+                oracle.hear(line)
+        finally:
+            writer.kill()
+        for line in said_by_writer.read().splitlines(keepends=True):
             if line.endswith("\n"):
                 oracle.hear(line)
-        writer.wait()
+        assert writer.wait(20) == -signal.SIGKILL
 
 
 def verify(path, oracle, *, clean):

@@ -51,7 +51,7 @@ class Chains:
         with self.namespace.acquire(keys, wait_s=wait_s) as found:
             right = blocks_of(place_of(""), keys[: found.leased * KEY_NBYTES], NBYTES)
             for view, block in zip(found.views(), right, strict=True):
-                assert view == block.data, "wrong bytes"
+                assert bytes(view) == block.tobytes(), "wrong bytes"
             return found.leased
 
     def found(self, *names: object) -> int:

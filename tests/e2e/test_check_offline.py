@@ -2,12 +2,11 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 
 import kvkeep
+from kvkeep_server.cli.main import run
 from tests.fakes.daemon_process import DaemonProcess
 from tests.fakes.generated_blocks import chain_keys, spec, store_chain
 
@@ -15,15 +14,15 @@ BLOCK_NBYTES = 65_536
 BLOCKS = 64
 
 
-def look(daemon, *options):
-    done = subprocess.run(
-        [*daemon.program, "check", "--offline", daemon.directory / "kvkeep.toml", *options],
-        check=False,
-        capture_output=True,
-        text=True,
-    )
-    assert "Traceback" not in done.stderr
-    return done.returncode, done.stdout, done.stderr
+@pytest.fixture
+def look(capsys):
+    """What the command does with a file of settings: exit code, standard output and error."""
+
+    def looked(file, *options):
+        code = run(["check", "--offline", str(file), *options])
+        return code, *capsys.readouterr()
+
+    return looked
 
 
 def tree(path):
@@ -49,15 +48,15 @@ def daemon(tmp_path):
         daemon.kill()
 
 
-def test_from_a_daemon_that_runs_to_damage(daemon, tmp_path):
+def test_from_a_daemon_that_runs_to_damage(daemon, tmp_path, look):
     """It refuses, naming the pid; finds nothing after SIGKILL and after SIGTERM; then damage."""
-    path = tmp_path / "nvme"
-    code, said, words = look(daemon)
+    path, settings = tmp_path / "nvme", daemon.directory / "kvkeep.toml"
+    code, said, words = look(settings)
     assert (code, said) == (75, "")
     assert f"pid {daemon.pid}," in words
     daemon.kill()
     before = tree(path)
-    code, said, _ = look(daemon, "--bytes")
+    code, said, _ = look(settings, "--bytes")
     assert code == 0
     assert f"checked   {3 * BLOCKS} blocks in " in said
     assert f" of {3 * BLOCKS} blocks against their checksums" in said
@@ -69,7 +68,7 @@ def test_from_a_daemon_that_runs_to_damage(daemon, tmp_path):
     daemon.start()
     assert daemon.end() == 0
     before = tree(path)
-    code, said, _ = look(daemon, "--json")
+    code, said, _ = look(settings, "--json")
     report = json.loads(said)
     assert (code, report["ok"], report["findings"], report["notes"]) == (0, True, [], [])
     assert (report["blocks_checked"], report["blocks_verified"]) == (3 * BLOCKS, 0)
@@ -80,24 +79,23 @@ def test_from_a_daemon_that_runs_to_damage(daemon, tmp_path):
     image[3 * 4096] ^= 1
     file.write_bytes(image)
     (path / "lost+found").mkdir()
-    assert look(daemon)[0] == 0
-    code, said, _ = look(daemon, "--bytes")
+    assert look(settings)[0] == 0
+    code, said, _ = look(settings, "--bytes")
     assert code == 1
     assert f"wrong     {file}: 1 blocks are not what its table says" in said
     assert f"note      {path}/lost+found is not ours" in said
     assert said.endswith("\n1 findings\n")
-    code, said, _ = look(daemon, "--bytes", "--json", "--rate", "1GiB")
+    code, said, _ = look(settings, "--bytes", "--json", "--rate", "1GiB")
     report = json.loads(said)
     assert (code, report["ok"], report["blocks_corrupt"]) == (1, False, 1)
 
 
-def test_settings_without_a_directory_to_look_at(tmp_path):
+def test_settings_without_a_directory_to_look_at(tmp_path, look):
     def said(text):
         file = tmp_path / "settings.toml"
         file.write_text(text)
-        command = [sys.executable, "-m", "kvkeep_server", "check", "--offline", file]
-        done = subprocess.run(command, check=False, capture_output=True, text=True)
-        return done.returncode, done.stderr
+        code, _, words = look(file)
+        return code, words
 
     code, words = said("")
     assert (code, "names no nvme.directories" in words) == (2, True)

@@ -28,7 +28,7 @@ def demo(directory, *options):
 
 def test_every_byte_of_the_real_trace_is_right_and_outlives_the_daemon(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-m", "kvkeep_server", *demo(tmp_path, "--requests", "60")],
+        [sys.executable, "-m", "kvkeep_server", *demo(tmp_path, "--requests", "30")],
         check=False,
         capture_output=True,
         text=True,
@@ -37,7 +37,7 @@ def test_every_byte_of_the_real_trace_is_right_and_outlives_the_daemon(tmp_path)
     verified, wrong = last_line(done.stdout)
     assert verified > 10_000
     assert wrong == 0
-    for told in ("prefill", "Prefill saved", "hit ratio", "SIGKILL", "60/60 requests"):
+    for told in ("prefill", "Prefill saved", "hit ratio", "SIGKILL", "30/30 requests"):
         assert told in done.stdout
     assert "\x1b" not in done.stdout, "escape codes on what is not a terminal"
     back, of = re.search(r"([\d,]+) of ([\d,]+) blocks that had been ack", done.stdout).groups()
@@ -46,7 +46,7 @@ def test_every_byte_of_the_real_trace_is_right_and_outlives_the_daemon(tmp_path)
     assert number_in(r"States +([\d,]+) prompts went on from a state", done.stdout) > 0
     assert number_in(r"For the others\s+([\d,]+) of", done.stdout) > 0
     assert not done.stderr
-    rows = r"60/60 requests: .*found on nvme ([\d,]+) blocks.* after SIGKILL ([\d,]+) blocks"
+    rows = r"30/30 requests: .*found on nvme ([\d,]+) blocks.* after SIGKILL ([\d,]+) blocks"
     on_nvme, after = re.search(rows, done.stdout).groups()
     assert on_nvme != "0"
     assert number_in(r"([\d,]+) times one was read", done.stdout) == int(after.replace(",", "")) > 0

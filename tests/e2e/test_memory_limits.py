@@ -102,7 +102,7 @@ def test_the_pool_takes_what_is_free_and_no_more(tmp_path):
     assert 64 * MIB <= sum(sizes) <= 124 * MIB
 
 
-@pytest.mark.promise("P14", gate=5, nightly=20, unit="restarts")
+@pytest.mark.promise("P14", gate=3, nightly=20, unit="restarts")
 def test_restarts_in_a_tight_cgroup(tmp_path, promise_count):
     """B073: memory of the pool dies with the daemon, so a restart does not add up.
 
