@@ -86,11 +86,13 @@ class PendingCall:
         method: A CallMethod.
         what: Its name, for messages.
         until_s: Its deadline, monotonic seconds.
+        asked_s: When it was begun, monotonic seconds.
         reply: The last one, or None.
         left: Nobody waits for it any more.
     """
 
     __slots__ = (
+        "asked_s",
         "asleep",
         "begun",
         "call_id",
@@ -125,6 +127,7 @@ class PendingCall:
         self.until_s = until_s
         self.look_s = _LOOK_S if quick else 0.0
         self.on_reply = on_reply
+        self.asked_s = 0.0
         self.call_id = 0
         self.frame: bytes | None = None  # what did not go out yet; None before it is begun
         self.begun = False  # some of it did
@@ -158,7 +161,7 @@ class CallSocket:
         self._sleepers: dict[int, PendingCall] = {}
         self._outbox: deque[PendingCall] = deque()
         self.unattended: set[int] = set()
-        self.breaker = Breaker(send_probe=self._send_probe, on_change=on_change)
+        self.breaker = Breaker(send_probe=self._send_probe, take=self.take, on_change=on_change)
         self._on_change = on_change
         # Guards the turns, and `PendingCall.wake`.
         self._lock = threading.Lock()
@@ -211,6 +214,7 @@ class CallSocket:
     def _begin(self, pending: PendingCall, payload: bytes) -> None:
         pending.call_id = call_id = 1 + next(self._ids) % _CALL_IDS  # 0 is for posts
         self._waiting[call_id] = pending
+        pending.asked_s = time.monotonic()
         pending.frame = _HEADER.pack(len(payload), pending.method, 0, 0, call_id) + payload
         self._outbox.append(pending)
         self.flush()
@@ -409,7 +413,7 @@ class CallSocket:
         pending.asleep = False
 
     def _overdue(self, pending: PendingCall) -> DeadlineError:
-        self.breaker.timed_out()
+        self.breaker.timed_out(pending.asked_s)
         why = "the daemon takes no calls" if pending.frame else "no answer in time"
         return DeadlineError(f"{pending.what}: {why}")
 

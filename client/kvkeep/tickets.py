@@ -143,7 +143,7 @@ class Ticket:
         """Its deadline has passed."""
         call, session = self._call, self.session
         if call is not None and session is not None and call.reply is None:
-            session.transport.calls.breaker.timed_out()
+            session.transport.calls.breaker.timed_out(call.asked_s)
         self.lapse(DeadlineError(f"{self.what}: no answer in time"))
 
     def lapse(self, error: KVKeepError) -> None:

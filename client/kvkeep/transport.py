@@ -322,11 +322,12 @@ class Transport:
     ) -> Response:
         """A call that is made too seldom for the call socket."""
         self.calls.require_answers(what)
+        asked_s = time.monotonic()
         try:
             return call(request, timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                self.calls.breaker.timed_out()
+                self.calls.breaker.timed_out(asked_s)
             raise call_failed(error, what) from error
         except ValueError as error:
             # grpc says so when the channel is closed.

@@ -11,7 +11,7 @@ import pytest
 from kvkeep.v1 import admin_pb2, admin_pb2_grpc, block_cache_pb2, block_cache_pb2_grpc
 from tests.fakes.daemon_process import running_daemon
 from tests.fakes.generated_blocks import chain_keys
-from tests.fakes.raw_remote import CHUNK_NBYTES, RawRemote, chunk, chunks, first
+from tests.fakes.raw_remote import CHUNK_NBYTES, DEADLINE_S, RawRemote, chunk, chunks, first
 from tests.fakes.waiting import wait_until
 
 MIB = 1 << 20
@@ -171,6 +171,53 @@ def test_who_takes_nothing_is_ended_and_the_rest_go_on(daemon, remote, opened):
             call.cancel()
 
 
+def test_who_takes_nothing_is_in_nobodys_way(daemon, remote, opened):
+    """P14, of hosts that are as bad as their number allows: each opens all the streams it gets, and
+    takes nothing until its deadlines."""
+    keys, payload = chain_keys("a", 64), os.urandom(COUNT * NBYTES)
+    model = test_who_takes_nothing_is_in_nobodys_way.__name__
+
+    def store(number):
+        own = keys[number * 32 * COUNT :][: 32 * COUNT]
+        header = remote.header(opened, own, STRIDE)
+        header.parent_key = keys[max(0, number * COUNT - 1) * 32 : number * COUNT * 32]
+        return remote.write(header, payload).stored
+
+    assert sum(store(number) for number in range(8)) == 64
+    with contextlib.ExitStack() as held:
+        for _ in range(2):
+            idle = held.enter_context(RawRemote(daemon.address))
+            leased = idle.acquire(idle.open_namespace(NBYTES, model=model).set_index, keys)
+            request = block_cache_pb2.ReadRequest(lease_id=leased.lease_id)
+            for _ in range(3):
+                call = idle.call("Read", request, DEADLINE_S)
+                held.callback(call.cancel)
+        # One place is left all the time, and when the others were ended theirs are free.
+        lease_id = remote.acquire(opened, keys).lease_id
+        assert b"".join(one.data for one in remote.read(lease_id, blocks=COUNT)) == payload
+        wait_until(lambda: remote.stats().sessions == 1, 6.0, "they are ended")
+        header = remote.header(opened, chain_keys("b", COUNT), STRIDE)
+        ends = [error.code().name for error in begun_writes(remote, header, 2)]
+        assert ends == ["INVALID_ARGUMENT"] * 2
+
+
+def begun_writes(remote, header, count):
+    """How Write streams end that are open at the same time, and send no bytes."""
+    over = threading.Event()
+
+    def waiting():
+        yield first(header)
+        over.wait(STALL_S / 2)
+
+    calls = [
+        remote.stub.Write.future(waiting(), metadata=remote.metadata, timeout=20)
+        for _ in range(count)
+    ]
+    errors = [call.exception() for call in calls]
+    over.set()
+    return errors
+
+
 def test_who_sends_nothing_is_ended(daemon, remote, opened):
     header = remote.header(opened, chain_keys("a", COUNT), STRIDE)
     over = threading.Event()
@@ -188,18 +235,8 @@ def test_who_sends_nothing_is_ended(daemon, remote, opened):
 
 
 def test_streams_and_sessions_have_limits(daemon, remote, opened):
-    over = threading.Event()
     header = remote.header(opened, chain_keys("a", COUNT), STRIDE)
-
-    def waiting():
-        yield first(header)
-        over.wait(STALL_S / 2)
-
-    calls = [
-        remote.stub.Write.future(waiting(), metadata=remote.metadata, timeout=20) for _ in range(3)
-    ]
-    errors = [call.exception() for call in calls]
-    over.set()
+    errors = begun_writes(remote, header, 3)
     codes = sorted(error.code().name for error in errors)
     assert codes == ["INVALID_ARGUMENT"] * 2 + ["RESOURCE_EXHAUSTED"]
     (full,) = [e for e in errors if e.code() == grpc.StatusCode.RESOURCE_EXHAUSTED]

@@ -41,7 +41,8 @@ class RemoteSettings:
         Whole(1, 256),
         16,
         "`Read` and `Write` streams at a time, of all of them; each holds up to 4 MiB beside the"
-        " staging rings. Who asks for more than a fair share is told to come again.",
+        " staging rings. Who asks for more than a fair share is told to come again; the last"
+        " quarter is for clients that have none.",
     )
     session_streams_max: int = setting(
         "session_streams_max", Whole(1, 256), 4, "Of these, streams of one client."
@@ -50,5 +51,6 @@ class RemoteSettings:
         "stall_timeout",
         Duration(0.5, 60),
         "10s",
-        "A client that takes or sends nothing on an open stream for so long is ended.",
+        "A client that takes or sends nothing on an open stream for so long is ended; after 3 s if"
+        " others wait for a stream.",
     )

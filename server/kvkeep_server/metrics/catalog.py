@@ -394,6 +394,12 @@ _REMOTE = (
     Metric("kvkeep_remote_sessions", _GAUGE, "Attached clients on other hosts."),
     Metric("kvkeep_remote_sessions_limit", _GAUGE, "`remote.sessions_max`."),
     Metric("kvkeep_remote_streams", _GAUGE, "Their open `Read` and `Write` streams."),
+    Metric(
+        "kvkeep_remote_streams_held",
+        _GAUGE,
+        "Streams beside them that were ended, and stay open until a client that takes nothing takes"
+        " the answer, or until their deadline.",
+    ),
     Metric("kvkeep_remote_streams_limit", _GAUGE, "`remote.streams_max`."),
     Metric(
         "kvkeep_remote_streams_refused_total",

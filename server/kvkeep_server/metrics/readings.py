@@ -236,6 +236,7 @@ class Readings:
         counts = self._doors.streams.counts
         yield Reading("kvkeep_remote_sessions", (), self._service.sessions.remote)
         yield Reading("kvkeep_remote_streams", (), self._doors.streams.running)
+        yield Reading("kvkeep_remote_streams_held", (), self._doors.streams.held)
         yield Reading("kvkeep_remote_streams_refused_total", (), counts.refused)
         yield Reading("kvkeep_remote_streams_stalled_total", (), counts.stalled)
         yield Reading("kvkeep_remote_read_bytes_total", (), counts.read_nbytes)

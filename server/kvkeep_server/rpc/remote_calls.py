@@ -18,6 +18,7 @@ from kvkeep_server.rpc import convert
 from kvkeep_server.rpc.calls import SESSION_KEY, Context, accept, refuse
 from kvkeep_server.service.remote import RemoteService
 from kvkeep_server.service.sessions import Session
+from kvkeep_server.service.streams import HURRIED_S, Place
 from kvkeep_server.service.writing import Writing
 
 # Of a stream. gRPC has no other means to end one whose client takes nothing, not even the status.
@@ -67,44 +68,48 @@ class RemoteCalls:
         """Read."""
         _check_deadline(context)
         order = convert.send_order_of(request)
-        with self._streams.entered(session):
+        with self._streams.entered(session) as place:
             try:
                 async with aclosing(self._remote.read(session, order)) as chunks:
                     async for chunk in chunks:
-                        async with asyncio.timeout(self._streams.limits.stall_timeout_s):
+                        async with place.patient():
                             with _until_gone():
                                 await context.write(convert.chunk_message(chunk))
             except TimeoutError:
-                await self._end_stalled(session, context, "took")
+                await self._end_stalled(session, place, context, "took")
 
     async def write(
         self, session: Session, stream: AsyncIterator[pb.WriteRequest], context: Context
     ) -> pb.WriteResponse:
         """Write."""
         _check_deadline(context)
-        with self._streams.entered(session):
+        with self._streams.entered(session) as place:
             # Not before: Python complains of a receiver that is never awaited.
             requests = aiter(stream)
             try:
-                header = await self._next(requests)
+                header = await self._next(requests, place)
                 if header is None or not header.HasField("header") or header.data:
                     raise InvalidArgumentError(
                         "header", "missing", "a Commit, without data", "send it first"
                     )
                 commit = header.header
                 with self._remote.writing(session, convert.order_of(commit)) as writing:
-                    await self._receive(session, requests, writing)
+                    await self._receive(session, requests, place, writing)
                     running = self._remote.begin(session, commit.set_index, writing)
             except TimeoutError:
-                await self._end_stalled(session, context, "sent")
+                await self._end_stalled(session, place, context, "sent")
         # A cancelled call does not stop it.
         status = await asyncio.shield(running)
         return pb.WriteResponse(commit=convert.commit_message(commit, status))
 
     async def _receive(
-        self, session: Session, requests: AsyncIterator[pb.WriteRequest], writing: Writing
+        self,
+        session: Session,
+        requests: AsyncIterator[pb.WriteRequest],
+        place: Place,
+        writing: Writing,
     ) -> None:
-        while (message := await self._next(requests)) is not None:
+        while (message := await self._next(requests, place)) is not None:
             self._remote.went_on(session, len(message.data))
             if message.HasField("header"):
                 raise InvalidArgumentError(
@@ -113,25 +118,34 @@ class RemoteCalls:
             await writing.take(message.offset, message.data, message.crc32)
         await writing.finish()
 
-    async def _next(self, requests: AsyncIterator[pb.WriteRequest]) -> pb.WriteRequest | None:
+    @staticmethod
+    async def _next(
+        requests: AsyncIterator[pb.WriteRequest], place: Place
+    ) -> pb.WriteRequest | None:
         """The next message, None at the end.
 
         Raises:
             TimeoutError: None came.
         """
-        async with asyncio.timeout(self._streams.limits.stall_timeout_s):
+        async with place.patient():
             message = await anext(requests, None)
         accept(message)
         return message
 
-    async def _end_stalled(self, session: Session, context: Context, did: str) -> NoReturn:
-        """What gRPC still holds for the client counts as its stream until it took the answer, or
-        until the deadline."""
+    async def _end_stalled(
+        self, session: Session, place: Place, context: Context, did: str
+    ) -> NoReturn:
+        """gRPC holds what the client has not taken until it takes the answer, or until the
+        deadline."""
+        place.give_up()
         self._streams.counts.stalled += 1
         if session.remote:
             self._remote.service.sessions.end(session.session_id, "stalled")
         stall_s = self._streams.limits.stall_timeout_s
-        msg = f"the client {did} nothing for remote.stall_timeout = {stall_s:g} s; attach again"
+        msg = (
+            f"the client {did} nothing for remote.stall_timeout = {stall_s:g} s, or for "
+            f"{HURRIED_S:g} s while others waited; attach again"
+        )
         with _until_gone():
             await refuse(context, TierUnavailableError(msg))
         raise AssertionError  # refuse raises

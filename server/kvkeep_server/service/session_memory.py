@@ -4,14 +4,18 @@ import asyncio
 import os
 from collections.abc import Callable
 from concurrent.futures import Executor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
+from typing import TypeVar
 
 from kvkeep_server.core.errors import ResourceExhaustedError
 from kvkeep_server.core.huge_pages import HugePages
 from kvkeep_server.core.memfd import Memfd, create_sealed
 from kvkeep_server.service.touch_ring import TouchRing
+
+Made = TypeVar("Made")
 
 
 class FdKind(IntEnum):
@@ -67,7 +71,7 @@ class SessionMemory:
         Raises:
             ResourceExhaustedError: No memory or descriptors.
         """
-        staging, ring = await asyncio.to_thread(self._allocate, nbytes)
+        staging, ring = await _made(partial(self._allocate, nbytes), lambda made: self.free(*made))
         with ExitStack() as undo:
             undo.callback(staging.close)
             undo.callback(ring.close)
@@ -82,7 +86,9 @@ class SessionMemory:
         Raises:
             ResourceExhaustedError: No memory or descriptors.
         """
-        staging = await asyncio.to_thread(self._allocate_staging, nbytes)
+        staging = await _made(
+            partial(self._allocate_staging, nbytes), lambda made: self.free(made, None)
+        )
         self._huge_pages.make(staging)
         return staging
 
@@ -94,7 +100,10 @@ class SessionMemory:
         """
         if ring is not None:
             ring.close()
-        self._executor.submit(staging.discard)
+        try:
+            self._executor.submit(staging.discard)
+        except RuntimeError:
+            staging.close()  # the daemon ends, and its threads have
 
     def _allocate(self, nbytes: int) -> tuple[Memfd, TouchRing]:
         """A session's memory, mapped and warm: both or none."""
@@ -128,6 +137,23 @@ class SessionMemory:
                 raise _no_memory(staging.nbytes, error) from error
             undo.pop_all()
         return fds
+
+
+async def _made(make: Callable[[], Made], take_back: Callable[[Made], None]) -> Made:
+    """What `make` gives, in a thread.
+
+    A cancelled caller waits for its end, since until then the memory is taken; then it goes back.
+    """
+    making = asyncio.create_task(asyncio.to_thread(make))
+    try:
+        return await asyncio.shield(making)
+    except asyncio.CancelledError:
+        while not making.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait([making])
+        if making.exception() is None:
+            take_back(making.result())
+        raise
 
 
 def _no_memory(nbytes: int, error: OSError) -> ResourceExhaustedError:

@@ -10,8 +10,9 @@ import time
 
 import pytest
 
+from kvkeep.breaker import SILENCE_S
 from kvkeep.call_socket import CallSocket, PendingCall
-from kvkeep.errors import DeadlineError, SessionLostError
+from kvkeep.errors import DeadlineError, SessionLostError, UnavailableError
 from kvkeep.spec import SECONDS_MAX
 from kvkeep.v1.block_cache_pb2 import ReleaseRequest, RenewRequest
 from tests.fakes.frames import received
@@ -167,6 +168,22 @@ def test_no_answer_in_time_and_a_late_one_is_nobodys(peer):
     peer.answer(call_id, b"right")
     assert worker.result().payload == b"right"
     assert peer.calls._waiting == {}
+
+
+def test_a_client_that_stood_still_does_not_call_the_daemon_silent(peer):
+    with pytest.raises(DeadlineError):
+        peer.call(timeout_s=0.001)
+    for _ in ("the call", "the probe"):
+        peer.answer(peer.take()[1])
+    time.sleep(1.5 * SILENCE_S)
+    pending = peer.begin()
+    peer.answer(peer.take()[1])
+    assert peer.calls.wait(pending).status == 0
+    with pytest.raises(DeadlineError):
+        peer.call(timeout_s=0.001)
+    time.sleep(1.5 * SILENCE_S)
+    with pytest.raises(UnavailableError, match="does not answer"):
+        peer.begin()
 
 
 def test_a_daemon_that_takes_no_calls(peer):
