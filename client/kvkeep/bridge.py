@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import queue
 import socket
 import struct
@@ -43,10 +44,17 @@ _FIELDS_NBYTES: Final = 4096
 _CALL_TIMEOUT_S: Final = 10.0
 # As many streams as the daemon gives one client by default.
 _STREAMS: Final = 4
+# What the daemon may take long for; a caller who waits less hangs up before.
+_LONG: Final = frozenset({CallMethod.CALL_METHOD_ACQUIRE, CallMethod.CALL_METHOD_REMOVE})
+# A lease that ran out is forgotten so much later: its answer may just be on its way to its caller.
+_KEPT_S: Final = 10.0
+_NO_MEMORY_AGAIN_S: Final = 1.0
 _NAMES: Final[dict[int, str]] = {
     method: CallMethod.Name(method).removeprefix("CALL_METHOD_").title().replace("_", "")
     for method in CallMethod.values()
 }
+
+_log = logging.getLogger("kvkeep")
 
 
 class OpenedSet(NamedTuple):
@@ -122,7 +130,10 @@ class Bridge:
                 if len(header) < _HEADER.size:
                     return
                 nbytes, method, _, _, call_id = _HEADER.unpack(header)
-                self._take(method, call_id, frames.read(nbytes))
+                payload = frames.read(nbytes)
+                if len(payload) < nbytes:
+                    return
+                self._take(method, call_id, payload)
 
     def _send(self) -> None:
         with contextlib.suppress(OSError):
@@ -137,7 +148,7 @@ class Bridge:
     # --- calls
 
     def _take(self, method: int, call_id: int, payload: bytes) -> None:
-        answer = partial(self._answer, call_id)
+        answer: Callable[[Reply], None] = partial(self._answer, call_id)
         if method == CallMethod.CALL_METHOD_COMMIT:
             self._streams.put(partial(self._commit, payload, answer))
             return
@@ -145,14 +156,15 @@ class Bridge:
             # It lives as long as blocks come: not in the place of those who have work.
             self._start(partial(self._await, payload, answer))
             return
-        if method == CallMethod.CALL_METHOD_ACQUIRE:
-            began_s = time.monotonic()
-            answer = partial(self._acquired, payload, began_s, answer)
+        if method == CallMethod.CALL_METHOD_RELEASE:
+            self._forget(pb.ReleaseRequest.FromString(payload).lease_ids)
+        elif method == CallMethod.CALL_METHOD_ACQUIRE:
+            answer = partial(self._acquired, payload, time.monotonic(), answer)
         elif method == CallMethod.CALL_METHOD_OPEN_NAMESPACE:
             answer = partial(self._opened, payload, answer)
-        elif method == CallMethod.CALL_METHOD_RELEASE:
-            self._forget(pb.ReleaseRequest.FromString(payload).lease_ids)
-        timeout_s = STREAM_MAX_S if method == CallMethod.CALL_METHOD_ACQUIRE else _CALL_TIMEOUT_S
+        elif method == CallMethod.CALL_METHOD_RENEW:
+            answer = partial(self._renewed, payload, answer)
+        timeout_s = STREAM_MAX_S if method in _LONG else _CALL_TIMEOUT_S
         self.channel.begin(_NAMES.get(method, "Unknown"), payload, timeout_s, answer)
 
     def _answer(self, call_id: int, reply: Reply) -> None:
@@ -178,6 +190,7 @@ class Bridge:
         if reply.status:
             answer(reply)
             return
+        self._forget(())
         response = pb.AcquireResponse.FromString(reply.payload)
         if not response.lease_id:
             answer(reply)
@@ -199,9 +212,29 @@ class Bridge:
         until_s: float,
         answer: Callable[[Reply], None],
     ) -> None:
-        if response.columns:
-            cut_acquired(response, self._fetch(lease, response.columns, until_s))
-        answer(Reply(0, 0.0, response.SerializeToString()))
+        reply = Reply(_RESOURCE_EXHAUSTED, _NO_MEMORY_AGAIN_S, b"no memory here for its blocks")
+        try:
+            if response.columns:
+                cut_acquired(response, self._fetch(lease, response.columns, until_s))
+            reply = Reply(0, 0.0, response.SerializeToString())
+        except (OSError, MemoryError):
+            given_back = pb.ReleaseRequest(lease_ids=[lease.lease_id])
+            self._forget(given_back.lease_ids)
+            payload = given_back.SerializeToString()
+            self.channel.begin("Release", payload, _CALL_TIMEOUT_S, lambda _: None)
+        answer(reply)
+
+    def _renewed(self, payload: bytes, answer: Callable[[Reply], None], reply: Reply) -> None:
+        if not reply.status:
+            response = pb.RenewResponse.FromString(reply.payload)
+            over_s = time.monotonic() + response.lease_ttl_ms / 1000
+            ids = pb.RenewRequest.FromString(payload).lease_ids
+            with self._lock:
+                for lease_id, status in zip(ids, response.status, strict=False):
+                    lease = self._leases.get(lease_id)
+                    if lease is not None and status == pb.RENEW_STATUS_RENEWED:
+                        lease.over_s = over_s
+        answer(reply)
 
     def _await(self, payload: bytes, answer: Callable[[Reply], None]) -> None:
         request = pb.AwaitRequest.FromString(payload)
@@ -209,13 +242,25 @@ class Bridge:
 
         def arrived(response: pb.AwaitResponse) -> bool:
             came = Came(0, BlockStatus.READY)
-            if response.columns and lease is not None:
-                came = self._fetch(lease, response.columns, until_s)
+            if response.columns:
+                came = self._fetch_arrived(lease, response, until_s)
                 cut_arrived(response, came)
             answer(Reply(0, 0.0, response.SerializeToString(), more=True))
             return came.why is BlockStatus.READY
 
         answer(self.channel.arrivals(request, STREAM_MAX_S, arrived))
+
+    def _fetch_arrived(
+        self, lease: RemoteLease | None, response: pb.AwaitResponse, until_s: float
+    ) -> Came:
+        try:
+            if lease is not None:
+                return self._fetch(lease, response.columns, until_s)
+        except (OSError, MemoryError):
+            _log.warning("no memory for blocks that arrived")
+        # Its addresses are those of the daemon's pool, and say nothing here.
+        del response.columns[:]
+        return Came(0, BlockStatus.TIER_DOWN)
 
     def _fetch(
         self, lease: RemoteLease, columns: Sequence[pb.LeasedColumn], until_s: float
@@ -234,10 +279,11 @@ class Bridge:
             return next(i % 0x10000 for i in self._ids if i % 0x10000 not in self.chunks)
 
     def _forget(self, lease_ids: Iterable[int]) -> None:
-        """Leases that are given back; what their views show stays with the views."""
-        now_s = time.monotonic()
+        """Leases that are given back, and those that ran out; what their views show stays with the
+        views."""
+        before_s = time.monotonic() - _KEPT_S
         with self._lock:
-            over = {one.lease_id for one in self._leases.values() if one.over_s < now_s}
+            over = {one.lease_id for one in self._leases.values() if one.over_s < before_s}
             ended = [self._leases.pop(one) for one in {*over, *lease_ids} & self._leases.keys()]
             gone = {chunk_id for lease in ended for chunk_id in lease.chunk_ids}
             if gone:
