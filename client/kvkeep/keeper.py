@@ -1,15 +1,18 @@
 """Keeps a client attached: a thread waits on the fd socket, and attaches again after its end.
 
 It also sends what the daemon did not take at once, and reads replies that nobody waits for and that
-matter all the same: those of the probes to a daemon that does not answer, and late ones. Otherwise
+matter all the same: those of the probes to a daemon that does not answer, and late ones. A session
+that has been silent for long is given up: a new one may have a way where this has none. Otherwise
 it sleeps: in an engine a thread that wakes up takes the GIL from the engine's.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import select
 import threading
+import time
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
@@ -143,7 +146,7 @@ class SessionKeeper:
 
     def _watch(self, session: Session) -> None:
         """Serve the session until its end."""
-        calls, silent = session.transport.calls, False
+        calls, silent_s = session.transport.calls, math.inf
         session.on_change = self._bell.ring
         while not self._closed.is_set():
             poll = select.poll()
@@ -153,7 +156,7 @@ class SessionKeeper:
             wanted |= select.POLLOUT if calls.unsent else 0
             if wanted and not calls.lost:
                 poll.register(calls.fileno(), wanted)
-            ready = dict(poll.poll())
+            ready = dict(poll.poll(_left_ms(silent_s + session.silence_max_s)))
             self._bell.hush()
             if session.fileno() in ready:
                 if not session.receive():
@@ -165,9 +168,11 @@ class SessionKeeper:
                 calls.flush()
             calls.breaker.go_on()
             self._work()
-            if session.silent != silent:
-                silent = session.silent
-                _log.warning(_SILENT if silent else _ANSWERS)
+            silent_s = _silent_since(session, silent_s)
+            # What has just come may be the answer of a daemon that we could not hear.
+            over = time.monotonic() >= silent_s + session.silence_max_s
+            if over and calls.fileno() not in ready:
+                return
 
     def _work(self) -> None:
         # A job that puts itself back waits for the next turn, after a look at the fd socket.
@@ -196,6 +201,21 @@ class SessionKeeper:
             self._session = session
             _log.info("attached again", extra={"server_epoch": session.server_epoch})
             return
+
+
+def _left_ms(until_s: float) -> float | None:
+    """For a poll; None = no end."""
+    left_s = until_s - time.monotonic()
+    return None if left_s == math.inf else max(0.0, left_s) * 1000
+
+
+def _silent_since(session: Session, before_s: float) -> float:
+    """Monotonic seconds of when its daemon stopped to answer, `before_s` if that is known; infinite
+    while it answers."""
+    if session.silent == (before_s < math.inf):
+        return before_s
+    _log.warning(_SILENT if session.silent else _ANSWERS)
+    return time.monotonic() if session.silent else math.inf
 
 
 _abandoned: list[Session] = []

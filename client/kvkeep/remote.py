@@ -39,6 +39,9 @@ class _Life(FdSocket):
 class RemoteSession(Session):
     """As `Session`; its chunks are what leases show, fetched, and its staging is this process's."""
 
+    # The way there may be dead where another is not.
+    silence_max_s = 5.0
+
     def __init__(
         self, settings: SessionSettings, *, on_over: Callable[[], None] = lambda: None
     ) -> None:

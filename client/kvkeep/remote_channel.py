@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Final
 
-from kvkeep.transport import OPTIONS, call_failed, metadata_of, retry_after_of
+from kvkeep.transport import REMOTE_OPTIONS, call_failed, metadata_of, retry_after_of
 
 # isort: split
 import grpc
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 # A window of 1 MiB holds a stream up where a round trip takes more than 2 ms; gRPC's own probing
 # lets a reader that is held up buffer 16 MiB a stream.
-_REMOTE_OPTIONS: Final = (
-    *OPTIONS,
+_STREAMING_OPTIONS: Final = (
+    *REMOTE_OPTIONS,
     ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.lookahead_bytes", 4 * 1024 * 1024),
 )
@@ -40,7 +40,7 @@ class RemoteChannel:
 
     def __init__(self, address: str, session_token: bytes) -> None:
         """Opens nothing: the channel connects with the first call."""
-        self._channel = grpc.insecure_channel(address, options=_REMOTE_OPTIONS)
+        self._channel = grpc.insecure_channel(address, options=_STREAMING_OPTIONS)
         self._stub: BlockCacheStub = BlockCacheStub(self._channel)
         self._metadata = metadata_of(session_token)
         self._closed = threading.Event()

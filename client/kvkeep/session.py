@@ -68,12 +68,15 @@ class Session:
         touch_ring: This session's.
         transport: For calls.
         modes: Of the namespace sets that are open, as far as the daemon told.
+        silence_max_s: After so long without an answer to a probe it is better to attach anew.
         over: Handles of namespace sets whose epoch is over.
     """
 
     server_epoch: int
     touch_ring: TouchRing
     transport: Transport
+    # A daemon that was frozen for less goes on with its sessions, and their leases.
+    silence_max_s = 60.0
 
     def __init__(
         self,

@@ -78,6 +78,17 @@ OPTIONS: Final = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.enable_http_proxy", 0),
 )
+# To another host: a connection that died without a word is given up after some 4 s, idle or not.
+# The daemon permits a ping each half a second.
+REMOTE_OPTIONS: Final = (
+    *OPTIONS,
+    ("grpc.keepalive_time_ms", 1000),
+    ("grpc.keepalive_timeout_ms", 3000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+# Heartbeats to another host without an answer: so many are a session timeout.
+_UNHEARD_MAX: Final = 3
 # A commit copies, a removal may take long: looking for the reply would take a core from the daemon.
 _UNHURRIED: Final = frozenset(
     {
@@ -213,13 +224,14 @@ class Transport:
     ) -> None:
         """Opens nothing: the channel connects with the first call.
 
-        `target` is where the daemon listens, as gRPC writes it. Without a token, `Attach` brings
-        one: see `use_token`. `quick`: replies are worth looking for, since nobody in this process
-        has to run for them.
+        `target` is where the daemon listens, as gRPC writes it. Without a token it is on another
+        host, and `Attach` brings one: see `use_token`. `quick`: replies are worth looking for,
+        since nobody in this process has to run for them.
         """
         self._quick = quick
         self.calls = calls
-        self._channel = grpc.insecure_channel(target, options=OPTIONS)
+        options = OPTIONS if session_token else REMOTE_OPTIONS
+        self._channel = grpc.insecure_channel(target, options=options)
         self._stub: BlockCacheStub = BlockCacheStub(self._channel)
         self._admin: AdminStub = AdminStub(self._channel)
         self._metadata = metadata_of(session_token)
@@ -353,7 +365,7 @@ class AttachStream:
     """Keeps Attach open in a thread of its own: heartbeats up, events down.
 
     Losing the stream alone ends nothing, so it is opened again until `close`. A session that began
-    with a `hello` on it ends with it.
+    with a `hello` on it ends with it, and when nothing answers its heartbeats any more.
     """
 
     def __init__(
@@ -370,6 +382,7 @@ class AttachStream:
         self._on_unknown_session = on_unknown_session
         self._hello = hello
         self._interval_s = _FIRST_HEARTBEAT_S
+        self._unheard = 0
         self._attached = threading.Event()
         self._closed = threading.Event()
         self._failure: KVKeepError | None = None
@@ -418,6 +431,7 @@ class AttachStream:
             self._closed.set()
 
     def _handle(self, event: AttachEvent) -> None:
+        self._unheard = 0
         self._on_event(event)
         if event.HasField("attached"):
             self._interval_s = max(0.05, event.attached.session_timeout_ms / 3000)
@@ -429,3 +443,7 @@ class AttachStream:
             number += 1
             yield AttachRequest(heartbeat=number, hello=self._hello if number == 1 else None)
             over.wait(self._interval_s)
+            # Counted, not timed: a process that stood still itself has heard nothing yet.
+            self._unheard += 1
+            if self._hello is not None and self._unheard > _UNHEARD_MAX:
+                self._note(SessionLostError("Attach: heartbeats are not answered any more"))

@@ -531,6 +531,7 @@ class AttachEvent(google.protobuf.message.Message):
     NAMESPACE_EPOCH_CHANGED_FIELD_NUMBER: builtins.int
     DRAINING_FIELD_NUMBER: builtins.int
     NAMESPACE_MODE_CHANGED_FIELD_NUMBER: builtins.int
+    HEARD_FIELD_NUMBER: builtins.int
     sequence: builtins.int
     """counts up from 1 in a session; the fd socket's messages carry the same numbers"""
     @property
@@ -547,6 +548,8 @@ class AttachEvent(google.protobuf.message.Message):
     def draining(self) -> Global___Draining: ...
     @property
     def namespace_mode_changed(self) -> Global___NamespaceModeChanged: ...
+    @property
+    def heard(self) -> Global___Heard: ...
     def __init__(
         self,
         *,
@@ -558,10 +561,11 @@ class AttachEvent(google.protobuf.message.Message):
         namespace_epoch_changed: Global___NamespaceEpochChanged | None = ...,
         draining: Global___Draining | None = ...,
         namespace_mode_changed: Global___NamespaceModeChanged | None = ...,
+        heard: Global___Heard | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["attached", b"attached", "chunk_added", b"chunk_added", "chunk_leaving", b"chunk_leaving", "draining", b"draining", "event", b"event", "index_moved", b"index_moved", "namespace_epoch_changed", b"namespace_epoch_changed", "namespace_mode_changed", b"namespace_mode_changed"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attached", b"attached", "chunk_added", b"chunk_added", "chunk_leaving", b"chunk_leaving", "draining", b"draining", "event", b"event", "index_moved", b"index_moved", "namespace_epoch_changed", b"namespace_epoch_changed", "namespace_mode_changed", b"namespace_mode_changed", "sequence", b"sequence"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["event", b"event"]) -> typing.Literal["attached", "chunk_added", "chunk_leaving", "index_moved", "namespace_epoch_changed", "draining", "namespace_mode_changed"] | None: ...
+    def HasField(self, field_name: typing.Literal["attached", b"attached", "chunk_added", b"chunk_added", "chunk_leaving", b"chunk_leaving", "draining", b"draining", "event", b"event", "heard", b"heard", "index_moved", b"index_moved", "namespace_epoch_changed", b"namespace_epoch_changed", "namespace_mode_changed", b"namespace_mode_changed"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["attached", b"attached", "chunk_added", b"chunk_added", "chunk_leaving", b"chunk_leaving", "draining", b"draining", "event", b"event", "heard", b"heard", "index_moved", b"index_moved", "namespace_epoch_changed", b"namespace_epoch_changed", "namespace_mode_changed", b"namespace_mode_changed", "sequence", b"sequence"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["event", b"event"]) -> typing.Literal["attached", "chunk_added", "chunk_leaving", "index_moved", "namespace_epoch_changed", "draining", "namespace_mode_changed", "heard"] | None: ...
 
 Global___AttachEvent: typing_extensions.TypeAlias = AttachEvent
 
@@ -674,6 +678,23 @@ class Draining(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["grace_ms", b"grace_ms"]) -> None: ...
 
 Global___Draining: typing_extensions.TypeAlias = Draining
+
+@typing.final
+class Heard(google.protobuf.message.Message):
+    """Answers each heartbeat of a client on another host: it has no other means to know that its connection still leads somewhere."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HEARTBEAT_FIELD_NUMBER: builtins.int
+    heartbeat: builtins.int
+    def __init__(
+        self,
+        *,
+        heartbeat: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["heartbeat", b"heartbeat"]) -> None: ...
+
+Global___Heard: typing_extensions.TypeAlias = Heard
 
 @typing.final
 class NamespaceModeChanged(google.protobuf.message.Message):

@@ -472,7 +472,8 @@ class BlockCacheStub(typing.Generic[_BlockCacheOpenNamespaceType, _BlockCacheAtt
 
     A client on another host has no fd socket. It calls Attach without a token; its first message has `hello`, the first
     event brings the token, and the session lives exactly as long as that stream. It has no shared memory: it asks with
-    Lookup, reads with Acquire and Read, and stores with Write, through a staging ring that only the daemon maps.
+    Lookup, reads with Acquire and Read, and stores with Write, through a staging ring that only the daemon maps. Each of its
+    heartbeats is answered with `heard`; who hears nothing for `session_timeout_ms` should attach anew, over a new connection.
     Errors: UNAUTHENTICATED (neither token nor hello), FAILED_PRECONDITION (a newer Attach of the same session took over;
     layout versions), INVALID_ARGUMENT and RESOURCE_EXHAUSTED (of a hello: sessions.*, remote.*).
     """
@@ -687,7 +688,8 @@ class BlockCacheServicer(metaclass=abc.ABCMeta):
 
         A client on another host has no fd socket. It calls Attach without a token; its first message has `hello`, the first
         event brings the token, and the session lives exactly as long as that stream. It has no shared memory: it asks with
-        Lookup, reads with Acquire and Read, and stores with Write, through a staging ring that only the daemon maps.
+        Lookup, reads with Acquire and Read, and stores with Write, through a staging ring that only the daemon maps. Each of its
+        heartbeats is answered with `heard`; who hears nothing for `session_timeout_ms` should attach anew, over a new connection.
         Errors: UNAUTHENTICATED (neither token nor hello), FAILED_PRECONDITION (a newer Attach of the same session took over;
         layout versions), INVALID_ARGUMENT and RESOURCE_EXHAUSTED (of a hello: sessions.*, remote.*).
         """

@@ -58,7 +58,7 @@ class BlockCacheServicer(pb_grpc.BlockCacheServicer):
     async def _heartbeats(self, request: AsyncIterator[pb.AttachRequest], session: Session) -> None:
         async for beat in request:
             if isinstance(beat, pb.AttachRequest):  # or it was refused
-                self._service.sessions.alive(session)
+                self._service.sessions.hear(session, beat.heartbeat)
 
     @unary
     async def Lookup(self, request: pb.LookupRequest, context: Context) -> pb.LookupResponse:

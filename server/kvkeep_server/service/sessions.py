@@ -352,6 +352,13 @@ class Sessions:
         """A sign of life."""
         session.seen_s = self._clock.monotonic_s()
 
+    def hear(self, session: Session, heartbeat: int) -> None:
+        """A heartbeat. A client on another host is told: it knows in no other way that what it
+        sends arrives."""
+        self.alive(session)
+        if session.remote and not session.over:
+            self.tell(session, "heard", {"heartbeat": heartbeat})
+
     async def listen(self, session: Session) -> AsyncIterator[Event]:
         """The session's events until it is over; a newer listener takes over from an older one.
 

@@ -13,6 +13,10 @@ import grpc
 import pytest
 
 import kvkeep
+from kvkeep.remote import RemoteSession
+from kvkeep.v1 import block_cache_pb2 as pb
+from kvkeep.v1 import block_cache_pb2_grpc as pb_grpc
+from tests.fakes.waiting import wait_until
 
 TIMEOUT_S = 5.0
 # An HTTP/2 client says this first; then frames: three bytes of length, type, flags, stream.
@@ -128,6 +132,74 @@ def test_what_is_no_daemon_is_told_at_once_with_its_address(name):
     assert type(failed.value) is kvkeep.UnavailableError
     assert f"no session with a daemon on {address}" in str(failed.value)
     assert "remote.listen" in str(failed.value)
+
+
+class HalfDaemon(pb_grpc.BlockCacheServicer):
+    """Takes heartbeats, and does no more than a test says.
+
+    Attributes:
+        hears: It answers them.
+        attached: How often a session began.
+        asked: Releases that came; none is answered until `released`.
+    """
+
+    def __init__(self):
+        self.hears = True
+        self.attached = self.asked = 0
+        self.released = threading.Event()
+
+    def Attach(self, request_iterator, context):  # noqa: N802 - a method of the wire
+        self.attached += 1
+        attached = pb.Attached(
+            server_epoch=1, session_timeout_ms=600, session_token=bytes(32), staging_nbytes=4096
+        )
+        yield pb.AttachEvent(attached=attached)
+        with contextlib.suppress(grpc.RpcError):
+            for beat in request_iterator:
+                if self.hears:
+                    yield pb.AttachEvent(heard=pb.Heard(heartbeat=beat.heartbeat))
+
+    def Lookup(self, request, context):  # noqa: N802 - a method of the wire
+        self.released.wait(10.0)
+        return pb.LookupResponse()
+
+    def Release(self, request, context):  # noqa: N802 - a method of the wire
+        self.asked += 1
+        self.released.wait(10.0)
+        return pb.ReleaseResponse()
+
+
+@pytest.fixture
+def half_daemon():
+    server, servicer = grpc.server(ThreadPoolExecutor(16)), HalfDaemon()
+    pb_grpc.add_BlockCacheServicer_to_server(servicer, server)
+    servicer.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    yield servicer
+    servicer.released.set()
+    server.stop(0).wait()
+
+
+def test_heartbeats_that_nobody_answers_end_the_session(half_daemon):
+    """A proxy between may answer pings for a daemon that it lost."""
+    with kvkeep.connect(address=half_daemon.address, timeout_s=TIMEOUT_S):
+        time.sleep(1.5)
+        assert half_daemon.attached == 1
+        half_daemon.hears = False
+        wait_until(lambda: half_daemon.attached == 2, 5.0, "it attaches anew")
+
+
+def test_calls_that_nobody_answers_end_the_session(half_daemon, monkeypatch):
+    monkeypatch.setattr(RemoteSession, "silence_max_s", 0.5)
+    with kvkeep.connect(address=half_daemon.address, timeout_s=TIMEOUT_S) as client:
+        session = client._keeper.require()
+        for _ in range(3):
+            with pytest.raises((kvkeep.UnavailableError, kvkeep.DeadlineError)):
+                session.transport.lookup(pb.LookupRequest(), 0.15)
+        wait_until(lambda: client.health is kvkeep.Health.SILENT, 5.0, "it is silent")
+        wait_until(lambda: half_daemon.attached == 2, 5.0, "it attaches anew")
+        assert not session.alive
+        assert half_daemon.asked == 1
 
 
 def read_on(file):

@@ -10,6 +10,7 @@ import pytest
 
 import kvkeep
 from kvkeep import tickets
+from kvkeep.session import Session
 from kvkeep.tickets import TicketState
 from tests.fakes.waiting import wait_until
 from tests.unit.client.conftest import chain, contents, spec, store
@@ -267,6 +268,25 @@ def test_a_silent_daemon_is_not_asked_until_it_answers(client, daemon, namespace
         "the daemon does not answer: calls fail at once until it does",
         "the daemon answers again",
     ]
+
+
+def test_a_daemon_that_never_answers_again_gets_another_session(
+    client, daemon, namespace, keys, caplog, monkeypatch
+):
+    """Its fd socket lives, and nothing else does."""
+    monkeypatch.setattr(Session, "silence_max_s", 0.5)
+    frozen = threading.Event()
+    daemon.gates.update(dict.fromkeys(("Acquire", "Release"), frozen))
+    before = client._keeper.current()
+    for _ in range(3):
+        with pytest.raises((kvkeep.UnavailableError, kvkeep.DeadlineError)):
+            namespace.acquire(keys, timeout_s=0.1)
+    wait_until(lambda: client.health is kvkeep.Health.SILENT, 5.0, "it is silent")
+    wait_until(lambda: client._keeper.current() not in {None, before}, 5.0, "there is another")
+    assert not before.alive
+    frozen.set()
+    with namespace.acquire(keys) as acquired:
+        assert acquired.leased == len(keys)
 
 
 def test_tickets_are_bounded(client, daemon, namespace, keys, monkeypatch):
