@@ -222,6 +222,16 @@ def test_without_a_daemon_tickets_have_failed_already(client, daemon, namespace,
     assert client.poll() == [ticket]
 
 
+def test_a_daemon_that_comes_back_while_it_is_asked(client, namespace, keys, monkeypatch):
+    """It was away when the ticket was made, and there when the reason was looked for."""
+    with monkeypatch.context() as patch:
+        patch.setattr(type(namespace), "_live", lambda _: None)
+        ticket = namespace.submit_acquire(keys, timeout_s=5)
+    assert ticket.state is TicketState.FAILED
+    assert isinstance(ticket.error, kvkeep.UnavailableError)
+    assert client.poll() == [ticket]
+
+
 def test_another_epoch_is_not_waited_for(client, namespace, keys):
     opened = namespace._require()
     opened.session.over.add(opened.set_index)
