@@ -10,7 +10,8 @@ import pytest
 
 import kvkeep
 from kvkeep import tickets
-from kvkeep.tickets import TicketState
+from kvkeep.leases import Acquired
+from kvkeep.tickets import AcquireTicket, TicketState
 from tests.fakes.waiting import wait_until
 from tests.unit.client.conftest import chain, contents, spec, store
 
@@ -329,6 +330,45 @@ def test_a_loop_that_only_waits_learns_of_deadlines(client, daemon, namespace, k
     select.select([client.fileno()], [], [], 5.0)
     client.poll()
     assert ticket.state is FAILED
+
+
+def test_memory_that_is_mapped_just_after_the_look_is_not_missed(
+    client, namespace, keys, monkeypatch
+):
+    """A loop that only waits for the descriptor must not sleep until the deadline."""
+    mapped, looks = Acquired.mapped, []
+
+    def too_early(acquired):
+        looks.append(1)
+        if len(looks) > 1:
+            return mapped(acquired)
+        client._keeper._on_memory()  # the keeper's thread, right behind it
+        return False
+
+    monkeypatch.setattr(Acquired, "mapped", too_early)
+    ticket = namespace.submit_acquire(keys, timeout_s=20.0)
+    while not looks:
+        assert select.select([client.fileno()], [], [], 10.0)[0]
+        client.poll()
+    assert select.select([client.fileno()], [], [], 1.0)[0]
+    assert client.poll() == [ticket]
+    assert ticket.state is READY
+    ticket.acquired.release()
+
+
+def test_a_deadline_that_ends_it_before_its_call_went_out(client, namespace, keys, monkeypatch):
+    """Another thread polls between `admit` and the call."""
+    client.fileno()
+    follow = AcquireTicket.follow
+
+    def polled_before(ticket, call):
+        assert client.poll() == [ticket]
+        follow(ticket, call)
+
+    monkeypatch.setattr(AcquireTicket, "follow", polled_before)
+    ticket = namespace.submit_acquire(keys, timeout_s=0.0)
+    assert type(ticket.error) is kvkeep.DeadlineError
+    assert client.poll() == []
 
 
 def test_many_threads_submit_and_one_collects(client, namespace, keys):
