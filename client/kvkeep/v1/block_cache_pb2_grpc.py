@@ -299,7 +299,8 @@ class BlockCacheServicer(object):
         Ends with the session. Who wants to know of epochs listens to its Attach stream.
         Ends when the epoch of a watched set is over and all that left with it was told: open the set again, and watch anew.
         Errors: NOT_FOUND (namespace set not open), OUT_OF_RANGE (from_sequence cannot be had any more, or is another daemon's:
-        begin with 0), RESOURCE_EXHAUSTED (limits.watchers_max).
+        begin with 0), RESOURCE_EXHAUSTED (limits.watchers_max), UNAVAILABLE (the session is over, or the client took nothing for
+        a minute).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
