@@ -66,7 +66,7 @@ class Client:
         self._keeper = SessionKeeper(
             open_session=self._open_session,
             on_session=self._open_namespaces,
-            on_memory=self._tickets.ring,
+            on_memory=self._tickets.on_memory,
         )
 
     def attach(self) -> None:

@@ -9,6 +9,9 @@ KVKeepError
 ├── ResourceExhaustedError    a limit is reached; `retry_after_s` says when another try makes sense.
 └── LeaseLostError            a slot was reused while its views were in use: what was read is void.
 
+A bare KVKeepError is what gRPC makes of trouble on the way that no daemon speaks of (INTERNAL,
+UNKNOWN): as UnavailableError.
+
 Look-ups and `read_into` never raise for a daemon that is away: they answer with fewer blocks.
 """
 

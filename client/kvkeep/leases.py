@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import zlib
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -35,8 +36,8 @@ if TYPE_CHECKING:
 
 # Between processes of one host and one release: version, bytes of all, server epoch, set id; then
 # the response, of which a part could be one as well.
-_SHARED: Final = struct.Struct("<IIQ16s")
-_SHARED_VERSION: Final = 0x4B560001
+_SHARED: Final = struct.Struct("<IIQ16sI")
+_SHARED_VERSION: Final = 0x4B560002
 _GIVEN_BACK: Final = "the lease was given back; acquire again"
 
 
@@ -83,11 +84,12 @@ class _Column:
 def shared_response(opened: Opened, shared: bytes) -> AcquireResponse:
     """What `Acquired.share` told. Errors: InvalidArgumentError, LeaseLostError."""
     try:
-        version, nbytes, epoch, set_id = _SHARED.unpack_from(shared)
-        response = AcquireResponse.FromString(shared[_SHARED.size :])
+        version, nbytes, epoch, set_id, crc32 = _SHARED.unpack_from(shared)
+        payload = bytes(shared[_SHARED.size :])
+        response = AcquireResponse.FromString(payload)
     except (struct.error, TypeError, DecodeError):
         version = nbytes = 0
-    if version != _SHARED_VERSION or nbytes != len(shared):
+    if version != _SHARED_VERSION or nbytes != len(shared) or crc32 != zlib.crc32(payload):
         what = "what Acquired.share() of this release gave"
         raise invalid("shared", type(shared).__name__, what, "pass it on as it is")
     if set_id != opened.set_id:
@@ -143,6 +145,7 @@ class Acquired:
         self._cut = False
         self._chunks: Mapping[int, Chunk] = {}
         self._add(response.columns)
+        opened.session.hold(self.lease_id)
 
     def _add(self, columns: Iterable[LeasedColumn]) -> None:
         for column in columns:
@@ -285,7 +288,8 @@ class Acquired:
         payload = response.SerializeToString()
         nbytes = _SHARED.size + len(payload)
         epoch, set_id = opened.session.server_epoch, opened.set_id
-        return _SHARED.pack(_SHARED_VERSION, nbytes, epoch, set_id) + payload
+        crc32 = zlib.crc32(payload)
+        return _SHARED.pack(_SHARED_VERSION, nbytes, epoch, set_id, crc32) + payload
 
     def renew(self, ttl_s: float | None = None, timeout_s: float | None = None) -> None:
         """Extend the lease; `ttl_s` None = the daemon's limit.

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import logging
-import threading
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from kvkeep.call_socket import SILENT
 from kvkeep.convert import (
     Terms,
     acquire_request,
     hints_message,
     milliseconds,
-    open_request,
     pack_keys,
 )
 from kvkeep.copying import targets_of
-from kvkeep.errors import DeadlineError, InvalidArgumentError, KVKeepError, UnavailableError
+from kvkeep.errors import InvalidArgumentError, KVKeepError, UnavailableError
 from kvkeep.leases import Acquired, shared_response
-from kvkeep.remote_opened import opened_in
 from kvkeep.results import (
     NOTHING_FOUND,
     CommitResult,
@@ -57,7 +53,6 @@ if TYPE_CHECKING:
     from kvkeep.copying import Targets
     from kvkeep.keeper import SessionKeeper
     from kvkeep.opened import Opened
-    from kvkeep.session import Session
     from kvkeep.spec import Hints, NamespaceSpec
     from kvkeep.tickets import Tickets
 
@@ -88,57 +83,9 @@ class Namespace(Upkeep):
         optimistic_reads: bool,
     ) -> None:
         """`optimistic_reads`: this machine keeps the order of stores (x86-64)."""
-        self.spec = spec
-        self._keeper = keeper
+        super().__init__(keeper, spec, local_ranks, timeout_s=timeout_s)
         self._tickets = tickets
-        self._local_ranks = tuple(local_ranks)
-        self._timeout_s = timeout_s
         self._optimistic_reads = optimistic_reads
-        self._opening = threading.Lock()
-        self._opened: Opened | None = None
-        # Never an earlier one, also of a daemon that has forgotten it.
-        self._epoch = spec.namespace_epoch
-        self._refusal: KVKeepError | None = None
-
-    def open_in(self, session: Session) -> None:
-        """Open it in a session; the daemon's refusal is remembered for later calls.
-
-        Errors: UnavailableError, DeadlineError, InvalidArgumentError, NotSupportedError,
-        ResourceExhaustedError.
-        """
-        request = open_request(self.spec, self._local_ranks)
-        with self._opening:
-            request.spec.namespace_epoch = self._epoch
-            try:
-                response = session.transport.open_namespace(request, self._timeout_s)
-            except KVKeepError as error:
-                self._refusal = error
-                raise
-            self._opened = opened_in(session, self.spec, response)
-            self._epoch = max(self._epoch, response.namespace_epoch)
-            self._refusal = None
-
-    def reopen_in(self, session: Session) -> None:
-        """As `open_in`, for a new session: a refusal is the later calls' business.
-
-        Errors: UnavailableError, DeadlineError: this session is of no use.
-        """
-        try:
-            self.open_in(session)
-        except (UnavailableError, DeadlineError):
-            raise
-        except KVKeepError as error:
-            _log.warning("namespace refused", extra={"reason": str(error)})
-
-    def open_present_epoch(self) -> None:
-        """As `reopen_in`, if the epoch that is open is over."""
-        opened = self._opened
-        if opened is not None and opened.over and opened.session.alive:
-            self.reopen_in(opened.session)
-
-    def after_fork_in_child(self) -> None:
-        """The lock may be held by a thread that the child does not have."""
-        self._opening = threading.Lock()
 
     @property
     def set_id(self) -> bytes:
@@ -164,31 +111,6 @@ class Namespace(Upkeep):
         What to look at when nothing hits. Errors: UnavailableError.
         """
         return self._require().near_misses
-
-    def _live(self) -> Opened | None:
-        opened = self._opened
-        if opened is None or not opened.session.alive:
-            self._keeper.current()  # a forked child attaches here
-            opened = self._opened
-        return opened if opened is not None and opened.session.answers else None
-
-    def _require(self) -> Opened:
-        opened = self._ready()
-        if opened.over:
-            self.open_in(opened.session)
-            return self._opened or opened
-        return opened
-
-    def _ready(self) -> Opened:
-        """As `_require`, without a call: its epoch may be over. Errors: UnavailableError."""
-        opened = self._live()
-        if opened is None:
-            if self._refusal is not None:
-                raise self._refusal
-            if self._keeper.require().silent:
-                raise UnavailableError(SILENT)
-            raise UnavailableError("the namespace is not open in this session yet: try again")
-        return opened
 
     def lookup(self, keys: Keys, *, hints: Hints | None = None) -> Lookup:
         """The longest usable prefix of `keys`. No call, no lease.
@@ -280,8 +202,8 @@ class Namespace(Upkeep):
         self._tickets.admit(ticket, deadline_s)
         try:
             if opened is None:
-                self._ready()
-            elif opened.over:
+                raise self._away()
+            if opened.over:
                 raise UnavailableError(_OPENED_ANEW)
             ticket.submit(request, deadline_s)
         except KVKeepError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import stat
+import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -101,6 +102,9 @@ class Session:
         self.on_change: Callable[[], None] = _nobody
         self._attach: AttachStream | None = None
         self._chunk_added = Bell()
+        # By lease: how many objects here hold it. The daemon counts a session once.
+        self._holders: dict[int, int] = {}
+        self._holders_lock = threading.Lock()
 
     def open(self) -> None:
         """Say hello, map what the welcome brings, and attach.
@@ -274,10 +278,22 @@ class Session:
             raise SessionLostError("the session that this belongs to has ended")
         return staging
 
+    def hold(self, lease_id: int) -> None:
+        """One more object here holds a lease: each gives it back once."""
+        if self.alive and lease_id:  # not in a forked child, where the lock may be held for ever
+            with self._holders_lock:
+                self._holders[lease_id] = self._holders.get(lease_id, 0) + 1
+
     def give_back(self, lease_id: int) -> None:
-        """Release a lease without waiting; one of a session that is over went with it."""
+        """Release a lease without waiting, if nobody else here holds it; one of a session that is
+        over went with it."""
         if self.alive and lease_id:
-            self.transport.release([lease_id])
+            with self._holders_lock:
+                left = self._holders.pop(lease_id, 1) - 1
+                if left:
+                    self._holders[lease_id] = left
+            if not left:
+                self.transport.release([lease_id])
 
     def end(self) -> None:
         """Hang up. What views show stays mapped; the rest of the daemon's memory is let go.

@@ -306,6 +306,7 @@ class Tickets:
         self._due: list[tuple[float, int, Ticket]] = []
         self._news: deque[Ticket] = deque()
         self._again: set[Ticket] = set()
+        self._mapped = 0
         self._sockets: dict[CallSocket, Session] = {}
         self._readiness: Readiness | None = None
 
@@ -329,7 +330,7 @@ class Tickets:
             self._sockets[calls] = ticket.session
             if self._readiness is not None:
                 self._readiness.watch(calls)
-                self._readiness.wake_at(self._due[0][0])
+                self._wake_in_time(self._readiness)
 
     def hear(self, ticket: Ticket) -> None:
         """Something came for it."""
@@ -341,6 +342,11 @@ class Tickets:
         readiness = self._readiness
         if readiness is not None:
             readiness.ring()
+
+    def on_memory(self) -> None:
+        """New memory is mapped; any thread."""
+        self._mapped += 1
+        self.ring()
 
     def look_again(self, ticket: Ticket) -> None:
         """It waits for memory that is not mapped yet."""
@@ -364,6 +370,7 @@ class Tickets:
     def poll(self, limit: int | None = None) -> list[Ticket]:
         """Tickets that are done, or have got another piece, in the order of that."""
         with self._lock:
+            mapped = self._mapped
             self._take()
             self._end_overdue()
             again, self._again = self._again, set()
@@ -376,7 +383,7 @@ class Tickets:
                 if ticket.done:
                     self._open.discard(ticket)
             if self._readiness is not None:
-                self._look_ahead(self._readiness)
+                self._look_ahead(self._readiness, mapped)
             return list(told)
 
     def _take(self) -> None:
@@ -405,13 +412,18 @@ class Tickets:
             self._due = [one for one in due if not one[2].done]
             heapq.heapify(self._due)
 
-    def _look_ahead(self, readiness: Readiness) -> None:
+    def _look_ahead(self, readiness: Readiness, mapped: int) -> None:
         for calls in self._sockets:
             readiness.watch(calls)
-        readiness.wake_at(self._due[0][0] if self._due else 0.0)
+        self._wake_in_time(readiness)
         readiness.hush()
-        if self._news:
+        # What came since it was looked for has rung in vain.
+        if self._news or (self._again and self._mapped != mapped):
             readiness.ring()
+
+    def _wake_in_time(self, readiness: Readiness) -> None:
+        # None is due where another thread has ended the ticket before its call went out.
+        readiness.wake_at(self._due[0][0] if self._due else 0.0)
 
     def fileno(self) -> int:
         """Readable when `poll` has something to do. Errors: OSError."""

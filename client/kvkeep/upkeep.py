@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 from kvkeep.convert import hints_message, milliseconds, pack_keys
+from kvkeep.opening import Opening
 from kvkeep.results import Pin
 from kvkeep.spec import U32_MAX, U64_MAX, check_number, check_seconds, deadline_of, invalid
 from kvkeep.v1 import block_cache_pb2 as pb
 
 if TYPE_CHECKING:
     from kvkeep.convert import Keys
-    from kvkeep.opened import Opened
-    from kvkeep.spec import Hints, NamespaceSpec
+    from kvkeep.spec import Hints
 
 
-class Upkeep(ABC):
+class Upkeep(Opening):
     """A part of `Namespace`; any thread may call."""
-
-    spec: NamespaceSpec
-    _timeout_s: float
-
-    @abstractmethod
-    def _require(self) -> Opened:
-        """In the present session and epoch. Errors: UnavailableError."""
 
     def advance_epoch(
         self, expected_epoch: int | None = None, *, timeout_s: float | None = None

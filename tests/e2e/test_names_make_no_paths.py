@@ -134,7 +134,8 @@ def outside(daemon: DaemonProcess, paths: list[str]) -> list[str]:
 @pytest.mark.promise("P22", gate=100_000, nightly=500_000, unit="names")
 def test_no_name_becomes_a_path(tmp_path, promise_count):
     events = tmp_path / "events"
-    program = (sys.executable, "-m", "tests.e2e.audited_daemon", str(events))
+    # An option makes it a fresh interpreter: what it imports shows that the hook works.
+    program = (sys.executable, "-u", "-m", "tests.e2e.audited_daemon", str(events))
     daemon = DaemonProcess(tmp_path / "daemon", config(tmp_path / "daemon"), program)
     try:
         daemon.start()

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import struct
 import threading
 import time
 
@@ -196,22 +197,23 @@ def test_who_takes_nothing_is_in_nobodys_way(daemon, remote, opened):
         lease_id = remote.acquire(opened, keys).lease_id
         assert b"".join(one.data for one in remote.read(lease_id, blocks=COUNT)) == payload
         wait_until(lambda: remote.stats().sessions == 1, 6.0, "they are ended")
-        header = remote.header(opened, chain_keys("b", COUNT), STRIDE)
-        ends = [error.code().name for error in begun_writes(remote, header, 2)]
+        ends = [error.code().name for error in begun_writes(remote, opened, 2)]
         assert ends == ["INVALID_ARGUMENT"] * 2
 
 
-def begun_writes(remote, header, count):
+def begun_writes(remote, opened, count):
     """How Write streams end that are open at the same time, and send no bytes."""
     over = threading.Event()
 
-    def waiting():
+    def waiting(number):
+        header = remote.header(opened, chain_keys(f"begun {number}", 1), STRIDE)
+        header.groups[0].staging_offsets = struct.pack("<Q", number * STRIDE)
         yield first(header)
         over.wait(STALL_S / 2)
 
     calls = [
-        remote.stub.Write.future(waiting(), metadata=remote.metadata, timeout=20)
-        for _ in range(count)
+        remote.stub.Write.future(waiting(number), metadata=remote.metadata, timeout=20)
+        for number in range(count)
     ]
     errors = [call.exception() for call in calls]
     over.set()
@@ -235,8 +237,7 @@ def test_who_sends_nothing_is_ended(daemon, remote, opened):
 
 
 def test_streams_and_sessions_have_limits(daemon, remote, opened):
-    header = remote.header(opened, chain_keys("a", COUNT), STRIDE)
-    errors = begun_writes(remote, header, 3)
+    errors = begun_writes(remote, opened, 3)
     codes = sorted(error.code().name for error in errors)
     assert codes == ["INVALID_ARGUMENT"] * 2 + ["RESOURCE_EXHAUSTED"]
     (full,) = [e for e in errors if e.code() == grpc.StatusCode.RESOURCE_EXHAUSTED]

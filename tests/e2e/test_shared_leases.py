@@ -13,6 +13,8 @@ BLOCKS = 32
 RANKS = 2
 SPEC = spec(BLOCK_NBYTES, tp_size=RANKS)
 KEYS = chain_keys("prompt", BLOCKS)
+# Of what a lease tells: in its version, its length, its checksum, and what that covers.
+FLIPPED = [0, 5, *range(32, 200)]
 CONFIG = '[ram]\nsize = "16MiB"\nslab = "256KiB"\n'
 
 
@@ -83,6 +85,24 @@ def test_a_worker_reads_under_its_schedulers_lease(tmp_path, scheduler_ends):
         workers[0].close()
 
 
+@pytest.mark.parametrize("first", ["who joined", "who acquired"])
+def test_several_hold_it_in_one_process(tmp_path, first):
+    """A scheduler may be its own worker: the daemon counts sessions, not holders."""
+    with running_daemon(tmp_path, CONFIG) as daemon, kvkeep.connect(daemon.runtime_dir) as client:
+        store_all_ranks(client)
+        namespace = client.open_namespace(SPEC, [0])
+        acquired = namespace.acquire(KEYS)
+        joined = namespace.join(acquired.share())
+        holders = [joined, acquired] if first == "who joined" else [acquired, joined]
+        holders[0].release()
+        push_out(client)
+        assert right(holders[1], 0)
+        holders[1].renew()
+        assert client.stats().leases == 1
+        holders[1].release()
+        wait_until(lambda: client.stats().leases == 0, 5.0, "the last one gave it back")
+
+
 def test_who_cannot_join_is_told(tmp_path):
     with running_daemon(tmp_path, CONFIG) as daemon, kvkeep.connect(daemon.runtime_dir) as client:
         store_all_ranks(client)
@@ -90,7 +110,8 @@ def test_who_cannot_join_is_told(tmp_path):
         acquired = namespace.acquire(KEYS)
         shared = acquired.share()
         parts = [shared[:nbytes] for nbytes in range(len(shared))]
-        for wrong in (*parts, shared[4:], shared + b"x", b"x" * 100, 7):
+        flipped = [bytes([*shared[:at], shared[at] ^ 4, *shared[at + 1 :]]) for at in FLIPPED]
+        for wrong in (*parts, *flipped, shared[4:], shared + b"x", b"x" * 100, 7):
             with pytest.raises(kvkeep.InvalidArgumentError):
                 namespace.join(wrong)
         other = client.open_namespace(spec(BLOCK_NBYTES, model="other"))

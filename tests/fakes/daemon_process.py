@@ -32,7 +32,8 @@ class DaemonProcess:
     Attributes:
         directory: Holds the runtime directory, the configuration and the log.
         config: Text of the configuration.
-        program: How it is started; `python -m` of a module is a fork, see `warm_programs`.
+        program: How it is started; `python -m MODULE` without options is a fork, see
+            `warm_programs`.
         shared_runtime_dir: A runtime directory elsewhere, that others may want too.
     """
 

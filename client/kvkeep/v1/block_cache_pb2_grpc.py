@@ -215,7 +215,8 @@ class BlockCacheServicer(object):
         at most 1 MiB. Each block is held against its checksum before the first byte of it is sent. The first block that
         cannot be given ends the stream, with its status. A lease that ends meanwhile ends it too: what came before is right.
         Errors: NOT_FOUND (lease, or its end), INVALID_ARGUMENT, RESOURCE_EXHAUSTED (remote.streams_max and
-        remote.session_streams_max), UNAVAILABLE (the client took nothing for remote.stall_timeout).
+        remote.session_streams_max), UNAVAILABLE (the client took nothing for remote.stall_timeout, or for 3 s while others
+        waited).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -227,8 +228,8 @@ class BlockCacheServicer(object):
         daemon lays them into the session's staging ring at those offsets, and begins the Commit when the client has closed
         its side and all bytes are there. Whatever ends the stream before, nothing of it becomes visible.
         Errors: as Commit; INVALID_ARGUMENT also for chunks out of order, too many or too few bytes, or a wrong crc32;
-        RESOURCE_EXHAUSTED also for remote.streams_max and remote.session_streams_max; UNAVAILABLE (nothing came for
-        remote.stall_timeout).
+        RESOURCE_EXHAUSTED also for remote.streams_max and remote.session_streams_max, and while an earlier Write of the
+        session uses the same places; UNAVAILABLE (nothing came for remote.stall_timeout, or for 3 s while others waited).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -300,7 +301,8 @@ class BlockCacheServicer(object):
         Ends with the session. Who wants to know of epochs listens to its Attach stream.
         Ends when the epoch of a watched set is over and all that left with it was told: open the set again, and watch anew.
         Errors: NOT_FOUND (namespace set not open), OUT_OF_RANGE (from_sequence cannot be had any more, or is another daemon's:
-        begin with 0), RESOURCE_EXHAUSTED (limits.watchers_max).
+        begin with 0), RESOURCE_EXHAUSTED (limits.watchers_max), UNAVAILABLE (the session is over, or the client took nothing for
+        a minute).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

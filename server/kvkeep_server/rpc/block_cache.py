@@ -2,7 +2,6 @@
 """The BlockCache service on gRPC: finds the session of the token; the rest is `BlockCalls`."""
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator
 
 from kvkeep.v1 import block_cache_pb2 as pb
@@ -116,18 +115,16 @@ class BlockCacheServicer(pb_grpc.BlockCacheServicer):
     async def Unpin(self, request: pb.UnpinRequest, context: Context) -> pb.UnpinResponse:
         return self._calls.unpin(self._session(context), request)
 
-    @streamed
-    async def Watch(
-        self, request: pb.WatchRequest, context: Context
-    ) -> AsyncIterator[pb.WatchResponse]:
-        session = self._session(context)
-        changes = self._service.watch(session, request.set_indexes, request.from_sequence)
-        async with contextlib.aclosing(changes):
-            async for change in changes:
-                yield convert.change_message(change)
+    # These write by themselves, to see when a client takes nothing.
 
     @unary
-    async def Read(  # type: ignore[override] # writes by itself, to see when a client takes nothing
+    async def Watch(  # type: ignore[override]
+        self, request: pb.WatchRequest, context: Context
+    ) -> None:
+        await self._remote.watch(self._session(context), request, context)
+
+    @unary
+    async def Read(  # type: ignore[override]
         self, request: pb.ReadRequest, context: Context
     ) -> None:
         await self._remote.read(self._session(context), request, context)

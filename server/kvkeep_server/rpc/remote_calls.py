@@ -24,6 +24,8 @@ from kvkeep_server.service.writing import Writing
 # Of a stream. gRPC has no other means to end one whose client takes nothing, not even the status.
 DEADLINE_MAX_S = 60.0
 _HELLO_TIMEOUT_S = 2.0
+# Who watches may be slow: what it misses is told as a gap. It may not stand still for ever.
+WATCH_STALL_S = 60.0
 
 _log = logging.getLogger(__name__)
 
@@ -63,6 +65,20 @@ class RemoteCalls:
             extra={"session": session.session_id, "client": facts.client_name, "peer": peer},
         )
         return session
+
+    async def watch(self, session: Session, request: pb.WatchRequest, context: Context) -> None:
+        """Watch, of clients of this host too."""
+        changes = self._remote.service.watch(session, request.set_indexes, request.from_sequence)
+        try:
+            async with aclosing(changes):
+                async for change in changes:
+                    async with asyncio.timeout(WATCH_STALL_S):
+                        with _until_gone():
+                            await context.write(convert.change_message(change))
+        except TimeoutError:
+            msg = f"the client took nothing for {WATCH_STALL_S:g} s; watch anew"
+            with _until_gone():
+                await refuse(context, TierUnavailableError(msg))
 
     async def read(self, session: Session, request: pb.ReadRequest, context: Context) -> None:
         """Read."""

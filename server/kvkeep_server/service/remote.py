@@ -7,7 +7,12 @@ from contextlib import contextmanager
 import numpy as np
 from numpy.typing import NDArray
 
-from kvkeep_server.core.errors import InvalidArgumentError, NotFoundError, SessionUnknownError
+from kvkeep_server.core.errors import (
+    InvalidArgumentError,
+    NotFoundError,
+    ResourceExhaustedError,
+    SessionUnknownError,
+)
 from kvkeep_server.service.block_service import BlockService
 from kvkeep_server.service.commit_orders import CommitOrder
 from kvkeep_server.service.sessions import Session
@@ -17,6 +22,8 @@ from kvkeep_server.tiering.keyspaces import Keyspace
 from kvkeep_server.tiering.leases import Lease
 from kvkeep_server.tiering.sending import Chunk, Sending, SendOrder
 from kvkeep_server.tiers.ram.tier import RamTier
+
+_PLACES_AGAIN_S = 0.05
 
 
 class RemoteService:
@@ -37,6 +44,9 @@ class RemoteService:
         self.streams = streams
         self._sending = sending
         self._ram = ram
+        # By session: whose bytes come, or are being sealed.
+        self._writings: dict[int, list[Writing]] = {}
+        self._sealing: set[Writing] = set()
 
     async def read(self, session: Session, order: SendOrder) -> AsyncGenerator[Chunk, None]:
         """The bytes of blocks under a lease, in order.
@@ -88,19 +98,37 @@ class RemoteService:
 
         Raises:
             KVKeepError: As of a commit.
+            ResourceExhaustedError: Also where an earlier one of the session still uses the places:
+                who did not wait for its answer must not get other bytes sealed under its keys.
         """
-        batch = self.service.batch(session, order)
+        writing = Writing(self.service.batch(session, order), self._ram.run)
+        own = self._writings.get(session.session_id, [])
+        if any(writing.meets(one) for one in own):
+            msg = "an earlier store still uses these places in the staging memory; try again"
+            raise ResourceExhaustedError(msg, retry_after_s=_PLACES_AGAIN_S)
+        self._writings[session.session_id] = [*own, writing]
         self.service.sessions.begin_copy(session)
         try:
-            yield Writing(batch, self._ram.run)
+            yield writing
         finally:
             self.service.sessions.end_copy(session)
+            if writing not in self._sealing:
+                self._leave(session, writing)
+
+    def _leave(self, session: Session, writing: Writing) -> None:
+        self._sealing.discard(writing)
+        own = [one for one in self._writings.pop(session.session_id) if one is not writing]
+        if own:
+            self._writings[session.session_id] = own
 
     def begin(
         self, session: Session, set_index: int, writing: Writing
     ) -> asyncio.Task[NDArray[np.uint8]]:
         """Begins the commit of what came; see `BlockService.begin_commit`."""
-        return self.service.begin_batch(session, set_index, writing.batch)
+        running = self.service.begin_batch(session, set_index, writing.batch)
+        self._sealing.add(writing)
+        running.add_done_callback(lambda _: self._leave(session, writing))
+        return running
 
     def went_on(self, session: Session, nbytes: int) -> None:
         """A chunk came.

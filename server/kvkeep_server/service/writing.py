@@ -9,6 +9,8 @@ from bisect import bisect_right
 from collections.abc import Awaitable, Callable
 from itertools import accumulate
 
+import numpy as np
+
 from kvkeep_server.core.errors import InvalidArgumentError, TierUnavailableError
 from kvkeep_server.tiering.commit_plan import CommitBatch
 
@@ -28,6 +30,8 @@ class Writing:
         batch: As given.
         nbytes: Of all blocks.
         received: That came.
+        begins: Where its places in the staging begin, ascending.
+        stops: Where all of them up to each one have ended.
     """
 
     def __init__(
@@ -39,6 +43,10 @@ class Writing:
             for group in batch.groups
             for offset in group.offsets
         ]
+        spans = [(at, at + nbytes) for at, nbytes in places]
+        begins, stops = np.array(spans, np.int64).reshape(-1, 2).T
+        order = np.argsort(begins)
+        self.begins, self.stops = begins[order], np.maximum.accumulate(stops[order])
         self._offsets = [offset for offset, _ in places]
         self._starts = list(accumulate((nbytes for _, nbytes in places), initial=0))
         self.nbytes = self._starts[-1]
@@ -47,6 +55,13 @@ class Writing:
         self._run = run
         self._waiting: list[tuple[int, bytes, int]] = []
         self._waiting_nbytes = 0
+
+    def meets(self, other: "Writing") -> bool:
+        """Whether some byte of the staging is a place of both."""
+        # The first place of the other that ends behind the beginning of each of ours.
+        at = np.searchsorted(other.stops, self.begins, side="right")
+        there = at < len(other.begins)
+        return bool((other.begins[at[there]] < self.stops[there]).any())
 
     async def take(self, offset: int, data: bytes, crc32: int) -> None:
         """The next chunk.

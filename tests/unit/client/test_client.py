@@ -380,6 +380,21 @@ def test_a_namespace_that_the_new_daemon_refuses_says_why(daemon, client, namesp
     assert namespace.lookup(chain(1))[:3] == (0, 0, False)
 
 
+@pytest.mark.parametrize(
+    "code", [grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN]
+)
+def test_a_refusal_that_may_pass_is_tried_again(daemon, client, namespace, code):
+    daemon.fail_next("OpenNamespace", code, details="no room now")
+    session = namespace._opened.session
+    daemon.end(daemon.only_session())
+    wait_until(lambda: client.attached and not session.alive, 10, "it attaches again")
+    with pytest.raises(kvkeep.KVKeepError, match="no room now"):
+        namespace.acquire(chain(1))
+    # Look-ups alone bring it back.
+    wait_until(lambda: namespace.lookup(chain(1)) and namespace._opened.session.alive, 5, "it is")
+    assert namespace.acquire(chain(1)).blocks == 0
+
+
 def test_a_new_daemon_that_is_not_ready_is_tried_again(daemon, client, namespace):
     daemon.fail_next("OpenNamespace", grpc.StatusCode.UNAVAILABLE)
     daemon.end(daemon.only_session())

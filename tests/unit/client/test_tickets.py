@@ -10,8 +10,9 @@ import pytest
 
 import kvkeep
 from kvkeep import tickets
+from kvkeep.leases import Acquired
 from kvkeep.session import Session
-from kvkeep.tickets import TicketState
+from kvkeep.tickets import AcquireTicket, TicketState
 from tests.fakes.waiting import wait_until
 from tests.unit.client.conftest import chain, contents, spec, store
 
@@ -223,6 +224,16 @@ def test_without_a_daemon_tickets_have_failed_already(client, daemon, namespace,
     assert client.poll() == [ticket]
 
 
+def test_a_daemon_that_comes_back_while_it_is_asked(client, namespace, keys, monkeypatch):
+    """It was away when the ticket was made, and there when the reason was looked for."""
+    with monkeypatch.context() as patch:
+        patch.setattr(type(namespace), "_live", lambda _: None)
+        ticket = namespace.submit_acquire(keys, timeout_s=5)
+    assert ticket.state is TicketState.FAILED
+    assert isinstance(ticket.error, kvkeep.UnavailableError)
+    assert client.poll() == [ticket]
+
+
 def test_another_epoch_is_not_waited_for(client, namespace, keys):
     opened = namespace._require()
     opened.session.over.add(opened.set_index)
@@ -339,6 +350,45 @@ def test_a_loop_that_only_waits_learns_of_deadlines(client, daemon, namespace, k
     select.select([client.fileno()], [], [], 5.0)
     client.poll()
     assert ticket.state is FAILED
+
+
+def test_memory_that_is_mapped_just_after_the_look_is_not_missed(
+    client, namespace, keys, monkeypatch
+):
+    """A loop that only waits for the descriptor must not sleep until the deadline."""
+    mapped, looks = Acquired.mapped, []
+
+    def too_early(acquired):
+        looks.append(1)
+        if len(looks) > 1:
+            return mapped(acquired)
+        client._keeper._on_memory()  # the keeper's thread, right behind it
+        return False
+
+    monkeypatch.setattr(Acquired, "mapped", too_early)
+    ticket = namespace.submit_acquire(keys, timeout_s=20.0)
+    while not looks:
+        assert select.select([client.fileno()], [], [], 10.0)[0]
+        client.poll()
+    assert select.select([client.fileno()], [], [], 1.0)[0]
+    assert client.poll() == [ticket]
+    assert ticket.state is READY
+    ticket.acquired.release()
+
+
+def test_a_deadline_that_ends_it_before_its_call_went_out(client, namespace, keys, monkeypatch):
+    """Another thread polls between `admit` and the call."""
+    client.fileno()
+    follow = AcquireTicket.follow
+
+    def polled_before(ticket, call):
+        assert client.poll() == [ticket]
+        follow(ticket, call)
+
+    monkeypatch.setattr(AcquireTicket, "follow", polled_before)
+    ticket = namespace.submit_acquire(keys, timeout_s=0.0)
+    assert type(ticket.error) is kvkeep.DeadlineError
+    assert client.poll() == []
 
 
 def test_many_threads_submit_and_one_collects(client, namespace, keys):

@@ -102,3 +102,23 @@ def test_damaged_bytes_are_refused():
 
     with pytest.raises(TierUnavailableError, match="from 1000 on"):
         asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "meet"),
+    [
+        ([], [0], False),
+        ([0], [], False),
+        ([0], [0], True),
+        ([0], [10], False),
+        ([0], [9], True),
+        ([10], [0], False),
+        ([9], [0], True),
+        ([40, 0], [20, 30, 10], False),
+        ([40, 0], [20, 49, 10], True),
+        ([25, 40, 0], [60, 34], True),
+    ],
+)
+def test_places_that_meet(ours, theirs, meet):
+    first, second = (Writing(batch_of((10, places)), at_once) for places in (ours, theirs))
+    assert first.meets(second) is second.meets(first) is meet
