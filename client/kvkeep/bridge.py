@@ -21,6 +21,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
+from google.protobuf.message import DecodeError
 
 from kvkeep.call_socket import Reply
 from kvkeep.fetched import FetchedChunk
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 _HEADER: Final = struct.Struct("<IHHII")
 _MORE: Final = 1
 _RESOURCE_EXHAUSTED: Final = 8
+_INTERNAL: Final = 13
+_UNAVAILABLE: Final = 14
 _CHUNK_NBYTES_MAX: Final = 1 << 20
 # Room for the other fields of a message.
 _FIELDS_NBYTES: Final = 4096
@@ -133,7 +136,8 @@ class Bridge:
                 payload = frames.read(nbytes)
                 if len(payload) < nbytes:
                     return
-                self._take(method, call_id, payload)
+                answer: Callable[[Reply], None] = partial(self._answer, call_id)
+                _or_fail(answer, self._take, method, payload, answer)
 
     def _send(self) -> None:
         with contextlib.suppress(OSError):
@@ -147,25 +151,26 @@ class Bridge:
 
     # --- calls
 
-    def _take(self, method: int, call_id: int, payload: bytes) -> None:
-        answer: Callable[[Reply], None] = partial(self._answer, call_id)
+    def _take(self, method: int, payload: bytes, answer: Callable[[Reply], None]) -> None:
+        name = _NAMES.get(method, "Unknown")
         if method == CallMethod.CALL_METHOD_COMMIT:
-            self._streams.put(partial(self._commit, payload, answer))
+            self._streams.put(partial(_or_fail, answer, self._commit, payload, answer))
             return
         if method == CallMethod.CALL_METHOD_AWAIT:
             # It lives as long as blocks come: not in the place of those who have work.
-            self._start(partial(self._await, payload, answer))
+            self._start(partial(_or_fail, answer, self._await, payload, answer))
             return
+        on_reply = answer
         if method == CallMethod.CALL_METHOD_RELEASE:
             self._forget(pb.ReleaseRequest.FromString(payload).lease_ids)
         elif method == CallMethod.CALL_METHOD_ACQUIRE:
-            answer = partial(self._acquired, payload, time.monotonic(), answer)
+            on_reply = partial(_or_fail, answer, self._acquired, payload, time.monotonic(), answer)
         elif method == CallMethod.CALL_METHOD_OPEN_NAMESPACE:
-            answer = partial(self._opened, payload, answer)
+            on_reply = partial(_or_fail, answer, self._opened, payload, answer)
         elif method == CallMethod.CALL_METHOD_RENEW:
-            answer = partial(self._renewed, payload, answer)
+            on_reply = partial(_or_fail, answer, self._renewed, payload, answer)
         timeout_s = STREAM_MAX_S if method in _LONG else _CALL_TIMEOUT_S
-        self.channel.begin(_NAMES.get(method, "Unknown"), payload, timeout_s, answer)
+        self.channel.begin(name, payload, timeout_s, on_reply)
 
     def _answer(self, call_id: int, reply: Reply) -> None:
         retry_ms = round(reply.retry_after_s * 1000)
@@ -203,7 +208,8 @@ class Bridge:
             self._leases[response.lease_id] = lease
         # A caller who lets the daemon wait for long waits for that long himself.
         until_s = began_s + max(0.8 * self._timeout_s, request.wait_ms / 1000)
-        self._streams.put(partial(self._fetch_acquired, lease, response, until_s, answer))
+        fetch = partial(self._fetch_acquired, lease, response, until_s, answer)
+        self._streams.put(partial(_or_fail, answer, fetch))
 
     def _fetch_acquired(
         self,
@@ -212,17 +218,16 @@ class Bridge:
         until_s: float,
         answer: Callable[[Reply], None],
     ) -> None:
-        reply = Reply(_RESOURCE_EXHAUSTED, _NO_MEMORY_AGAIN_S, b"no memory here for its blocks")
         try:
             if response.columns:
                 cut_acquired(response, self._fetch(lease, response.columns, until_s))
-            reply = Reply(0, 0.0, response.SerializeToString())
-        except (OSError, MemoryError):
+        except BaseException:
             given_back = pb.ReleaseRequest(lease_ids=[lease.lease_id])
             self._forget(given_back.lease_ids)
             payload = given_back.SerializeToString()
             self.channel.begin("Release", payload, _CALL_TIMEOUT_S, lambda _: None)
-        answer(reply)
+            raise
+        answer(Reply(0, 0.0, response.SerializeToString()))
 
     def _renewed(self, payload: bytes, answer: Callable[[Reply], None], reply: Reply) -> None:
         if not reply.status:
@@ -327,6 +332,21 @@ class Bridge:
             for start in np.frombuffer(group.staging_offsets, dtype="<u8").tolist():
                 for at in range(start, start + nbytes, most):
                     yield self._staging[at : min(at + most, start + nbytes)]
+
+
+def _or_fail(
+    answer: Callable[[Reply], None], work: Callable[..., None], *arguments: object
+) -> None:
+    """A piece of work for one call: whatever it raises is that call's failure, and no more."""
+    try:
+        work(*arguments)
+    except (OSError, MemoryError):
+        answer(Reply(_RESOURCE_EXHAUSTED, _NO_MEMORY_AGAIN_S, b"no memory here for its blocks"))
+    except DecodeError:
+        answer(Reply(_UNAVAILABLE, 0.0, b"the daemon's answer came damaged; try again"))
+    except Exception as error:  # noqa: BLE001 - its caller waits for an answer, whatever it is
+        _log.exception("a call to another host failed")
+        answer(Reply(_INTERNAL, 0.0, f"failed in this process: {error!r}".encode()))
 
 
 def _message(parts: list[memoryview], offset: int) -> pb.WriteRequest:

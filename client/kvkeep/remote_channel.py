@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         ReadRequest,
         ReadResponse,
         WriteRequest,
+        WriteResponse,
     )
 
 # A window of 1 MiB holds a stream up where a round trip takes more than 2 ms; gRPC's own probing
@@ -33,6 +34,9 @@ _STREAMING_OPTIONS: Final = (
     ("grpc.http2.lookahead_bytes", 4 * 1024 * 1024),
 )
 _CLOSED: Final = Reply(grpc.StatusCode.UNAUTHENTICATED.value[0], 0.0, b"the session was closed")
+_NO_ANSWER: Final = Reply(
+    grpc.StatusCode.UNAVAILABLE.value[0], 0.0, b"the daemon's answer came without a message"
+)
 
 
 class RemoteChannel:
@@ -64,7 +68,7 @@ class RemoteChannel:
             return _refused(error)
         except ValueError:
             return _CLOSED
-        return Reply(0, 0.0, answer)
+        return _answered(answer)
 
     def _unary(self, name: str) -> grpc.UnaryUnaryMultiCallable[bytes, bytes]:
         """Of bytes, as they are."""
@@ -101,12 +105,14 @@ class RemoteChannel:
     def write(self, requests: Iterator[WriteRequest], timeout_s: float) -> Reply:
         """Write; the payload is a CommitResponse."""
         try:
-            response = self._stub.Write(requests, timeout=timeout_s, metadata=self._metadata)
+            response: WriteResponse | None = self._stub.Write(
+                requests, timeout=timeout_s, metadata=self._metadata
+            )
         except grpc.RpcError as error:
             return _refused(error)
         except ValueError:
             return _CLOSED
-        return Reply(0, 0.0, response.commit.SerializeToString())
+        return _answered(None if response is None else response.commit.SerializeToString())
 
     def pause(self, seconds: float) -> None:
         """Wait before another try, but not when there can be none."""
@@ -118,10 +124,15 @@ class RemoteChannel:
         self._channel.close()
 
 
+def _answered(payload: bytes | None) -> Reply:
+    """gRPC has None for a message that did not come, where only its status did."""
+    return _NO_ANSWER if payload is None else Reply(0, 0.0, payload)
+
+
 def _ended(done: grpc.Future[bytes]) -> Reply:
     """What a call came to."""
     try:
-        return Reply(0, 0.0, done.result())
+        return _answered(done.result())
     except grpc.RpcError as error:
         return _refused(error)
     except grpc.FutureCancelledError:

@@ -21,7 +21,7 @@ from tests.fakes.waiting import wait_until
 
 NBYTES, BLOCKS, SET = 5000, 3, 7
 READY = BlockStatus.READY
-FULL = 8  # RESOURCE_EXHAUSTED
+FULL, INTERNAL, UNAVAILABLE = 8, 13, 14  # gRPC's numbers
 LONG_S = 20.0
 OPEN = CallMethod.CALL_METHOD_OPEN_NAMESPACE
 ACQUIRE, AWAIT = CallMethod.CALL_METHOD_ACQUIRE, CallMethod.CALL_METHOD_AWAIT
@@ -295,6 +295,55 @@ def test_no_memory_for_what_comes_is_an_answer_and_no_end(bridged, monkeypatch, 
             came = pb.AwaitResponse.FromString(replies[0].payload)
             assert (list(came.columns), came.status) == ([], bytes([BlockStatus.TIER_DOWN]))
     assert list(bridged.bridge._leases) == [50]
+    assert bridged.acquire(7).leased_blocks == BLOCKS
+
+
+@pytest.mark.parametrize("method", [OPEN, ACQUIRE, RELEASE, RENEW, REMOVE, AWAIT, COMMIT])
+@pytest.mark.parametrize("planted", [AttributeError("planted"), RuntimeError("can't start thread")])
+def test_whatever_goes_wrong_is_the_end_of_that_call_only(bridged, monkeypatch, method, planted):
+    """As often as there are threads, and once more."""
+
+    def fail(*_):
+        raise planted
+
+    with monkeypatch.context() as patched:
+        for name in ("begin", "read", "arrivals", "write"):
+            patched.setattr(bridged.channel, name, fail)
+        for _ in range(6):
+            reply = bridged.call(method, pb.AwaitRequest())
+            assert (reply.status, str(planted) in reply.payload.decode()) == (INTERNAL, True)
+    assert bridged.acquire(7).leased_blocks == BLOCKS
+    assert bridged.call(COMMIT, commit(bridged)).status == 0
+
+
+@pytest.mark.parametrize("method", [OPEN, ACQUIRE, RENEW])
+def test_an_answer_that_is_no_message_is_that_calls_failure(bridged, method):
+    name = module._NAMES[method]
+    good, bridged.channel.answers[name] = (
+        bridged.channel.answers.get(name),
+        Reply(0, 0.0, b"\xff" * 9),
+    )
+    reply = bridged.call(method, pb.AwaitRequest())
+    assert (reply.status, reply.payload) == (
+        UNAVAILABLE,
+        b"the daemon's answer came damaged; try again",
+    )
+    bridged.channel.answers[name] = good
+    assert bridged.acquire(7).leased_blocks == BLOCKS
+
+
+def test_blocks_that_cannot_be_fetched_for_any_reason_are_given_back(bridged, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("planted")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "FetchedChunk", fail)
+        for lease in range(1, 7):
+            with pytest.raises(AssertionError, match="planted"):
+                bridged.acquire(lease)
+            name, payload, _ = bridged.channel.begun[-1]
+            assert (name, pb.ReleaseRequest.FromString(payload).lease_ids) == ("Release", [lease])
+    assert bridged.bridge._leases == {}
     assert bridged.acquire(7).leased_blocks == BLOCKS
 
 
