@@ -16,7 +16,7 @@ OK = grpc.StatusCode.OK.name
 
 
 class CallMeter(grpc.aio.ServerInterceptor):
-    """Event loop only; one server.
+    """Event loop only; of several servers, which have methods of the same names.
 
     Args:
         methods: Full names, "/kvkeep.v1.BlockCache/Acquire". Others are not counted: a name that
@@ -35,7 +35,8 @@ class CallMeter(grpc.aio.ServerInterceptor):
         self.durations: dict[tuple[str, bool], Histogram] = {}
         self._names = {method: method.rpartition(".")[2] for method in methods}
         self._clock = clock
-        self._metered: dict[str, Any] = {}
+        # By handler: a name is another method on another server.
+        self._metered: dict[Any, Any] = {}
         for name in self._names.values():
             self.ended[name, OK] = 0
 
@@ -47,9 +48,9 @@ class CallMeter(grpc.aio.ServerInterceptor):
         name = self._names.get(handler_call_details.method)
         if handler is None or name is None:
             return handler
-        metered = self._metered.get(name)
+        metered = self._metered.get(handler)
         if metered is None:
-            metered = self._metered[name] = self._meter(name, handler)
+            metered = self._metered[handler] = self._meter(name, handler)
         return metered
 
     def _meter(self, name: str, handler: Any) -> Any:  # noqa: ANN401 - see above
