@@ -24,6 +24,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from kvkeep.call_socket import Reply
+from kvkeep.checksums import seal
 from kvkeep.fetched import FetchedChunk
 from kvkeep.fetching import RemoteLease, cut_acquired, cut_arrived
 from kvkeep.reading import STREAM_MAX_S, Came
@@ -301,28 +302,31 @@ class Bridge:
     def _commit(self, payload: bytes, answer: Callable[[Reply], None]) -> None:
         request = pb.CommitRequest.FromString(payload)
         until_s = time.monotonic() + max(self._timeout_s, request.wait_ms / 1000)
+        first = seal("Write", pb.WriteRequest(header=request))
         while True:
-            reply = self.channel.write(self._messages(request), STREAM_MAX_S)
+            messages = self._messages(first)
+            reply = self.channel.write(messages, STREAM_MAX_S, first.message_crc32)
             again = reply.status == _RESOURCE_EXHAUSTED and reply.retry_after_s > 0
             if not again or time.monotonic() + reply.retry_after_s > until_s:
                 answer(reply)
                 return
             self.channel.pause(reply.retry_after_s)
 
-    def _messages(self, request: pb.CommitRequest) -> Iterator[pb.WriteRequest]:
+    def _messages(self, first: pb.WriteRequest) -> Iterator[pb.WriteRequest]:
         """A Write: the header, then the bytes that lie in the staging memory."""
-        yield pb.WriteRequest(header=request)
+        yield first
+        crc32 = first.message_crc32
         most = min(_CHUNK_NBYTES_MAX, self._message_nbytes_max - _FIELDS_NBYTES)
         parts: list[memoryview] = []
         offset = waiting = 0
-        for part in self._parts(request, most):
+        for part in self._parts(first.header, most):
             if waiting + len(part) > most:
-                yield _message(parts, offset)
+                yield _message(parts, offset, crc32)
                 offset, parts, waiting = offset + waiting, [], 0
             parts.append(part)
             waiting += len(part)
         if parts:
-            yield _message(parts, offset)
+            yield _message(parts, offset, crc32)
 
     def _parts(self, request: pb.CommitRequest, most: int) -> Iterator[memoryview]:
         """Pieces of blocks, in the order of the header."""
@@ -349,6 +353,6 @@ def _or_fail(
         answer(Reply(_INTERNAL, 0.0, f"failed in this process: {error!r}".encode()))
 
 
-def _message(parts: list[memoryview], offset: int) -> pb.WriteRequest:
+def _message(parts: list[memoryview], offset: int, crc32: int) -> pb.WriteRequest:
     data = b"".join(parts)
-    return pb.WriteRequest(data=data, offset=offset, crc32=zlib.crc32(data))
+    return pb.WriteRequest(data=data, offset=offset, crc32=zlib.crc32(data, crc32))

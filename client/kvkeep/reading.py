@@ -1,4 +1,5 @@
-"""Reads of leased blocks from a daemon on another host, held against the CRC-32 of each chunk."""
+"""Reads of leased blocks from a daemon on another host, held against the CRC-32 of each chunk,
+which goes on from that of the request: so it tells of which blocks they are, too."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import time
 import zlib
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from kvkeep.checksums import seal
 from kvkeep.errors import DeadlineError, KVKeepError, ResourceExhaustedError
 from kvkeep.results import BlockStatus
 from kvkeep.v1.block_cache_pb2 import ReadRequest
@@ -94,22 +96,23 @@ class _Reading:
             first_block=wanted.first + first,
             blocks=wanted.blocks - first,
         )
+        crc32 = seal("Read", request).message_crc32
         for response in self._channel.read(request, timeout_s):
             status = _status(response.status)
             if status is not BlockStatus.READY:
                 return status
-            if not self._take(response):
+            if not self._take(response, crc32):
                 return BlockStatus.CORRUPT
         return BlockStatus.READY if self.blocks == wanted.blocks else BlockStatus.TIER_DOWN
 
-    def _take(self, response: ReadResponse) -> bool:
+    def _take(self, response: ReadResponse, crc32: int) -> bool:
         """Whether a chunk is what comes next, and whole."""
         wanted, data = self._wanted, response.data
         begins = (response.block - wanted.first) * wanted.block_nbytes + response.offset
         most = wanted.blocks * wanted.block_nbytes
         if begins != self._got or self._got + len(data) > most:
             return False
-        if zlib.crc32(data) != response.crc32:
+        if zlib.crc32(data, crc32) != response.crc32:
             return False
         self._put(self._got, data)
         self._got += len(data)

@@ -11,20 +11,20 @@ from kvkeep.transport import REMOTE_OPTIONS, call_failed, metadata_of, retry_aft
 import grpc
 
 from kvkeep.call_socket import Reply
+from kvkeep.checksums import crc32_of, ended, right, seal
 from kvkeep.errors import SessionLostError
+from kvkeep.v1.block_cache_pb2 import (
+    AwaitRequest,
+    AwaitResponse,
+    WriteRequest,
+    WriteResponse,
+)
 from kvkeep.v1.block_cache_pb2_grpc import BlockCacheStub
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from kvkeep.v1.block_cache_pb2 import (
-        AwaitRequest,
-        AwaitResponse,
-        ReadRequest,
-        ReadResponse,
-        WriteRequest,
-        WriteResponse,
-    )
+    from kvkeep.v1.block_cache_pb2 import ReadRequest, ReadResponse
 
 # A window of 1 MiB holds a stream up where a round trip takes more than 2 ms; gRPC's own probing
 # lets a reader that is held up buffer 16 MiB a stream.
@@ -34,8 +34,10 @@ _STREAMING_OPTIONS: Final = (
     ("grpc.http2.lookahead_bytes", 4 * 1024 * 1024),
 )
 _CLOSED: Final = Reply(grpc.StatusCode.UNAUTHENTICATED.value[0], 0.0, b"the session was closed")
-_NO_ANSWER: Final = Reply(
-    grpc.StatusCode.UNAVAILABLE.value[0], 0.0, b"the daemon's answer came without a message"
+_DAMAGED: Final = Reply(
+    grpc.StatusCode.UNAVAILABLE.value[0],
+    0.0,
+    b"the daemon's answer came damaged: its CRC-32 is another; look at the network",
 )
 
 
@@ -54,8 +56,11 @@ class RemoteChannel:
     ) -> None:
         """A unary call of BlockCache, by its name; `on_reply` runs in a thread of gRPC's."""
         try:
-            future = self._unary(name).future(payload, timeout=timeout_s, metadata=self._metadata)
-            future.add_done_callback(lambda done: on_reply(_ended(done)))
+            crc32 = crc32_of(name, payload)
+            future = self._unary(name).future(
+                ended(payload, crc32), timeout=timeout_s, metadata=self._metadata
+            )
+            future.add_done_callback(lambda done: on_reply(_ended(done, crc32)))
         except ValueError:
             # grpc says so when the channel is closed.
             on_reply(_CLOSED)
@@ -63,19 +68,22 @@ class RemoteChannel:
     def call(self, name: str, payload: bytes, timeout_s: float) -> Reply:
         """As `begin`, and wait."""
         try:
-            answer = self._unary(name)(payload, timeout=timeout_s, metadata=self._metadata)
+            crc32 = crc32_of(name, payload)
+            answer = self._unary(name)(
+                ended(payload, crc32), timeout=timeout_s, metadata=self._metadata
+            )
         except grpc.RpcError as error:
             return _refused(error)
         except ValueError:
             return _CLOSED
-        return _answered(answer)
+        return _answered(answer, crc32)
 
     def _unary(self, name: str) -> grpc.UnaryUnaryMultiCallable[bytes, bytes]:
         """Of bytes, as they are."""
         return self._channel.unary_unary(f"/kvkeep.v1.BlockCache/{name}")
 
     def read(self, request: ReadRequest, timeout_s: float) -> Iterator[ReadResponse]:
-        """Read. Errors: as `Transport`."""
+        """Read, of a request that is sealed. Errors: as `Transport`."""
         try:
             yield from self._stub.Read(request, timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
@@ -91,9 +99,16 @@ class RemoteChannel:
     ) -> Reply:
         """Await, until its end or until `on_arrival` says that no more is wanted; how it ended."""
         try:
-            answers = self._stub.Await(request, timeout=timeout_s, metadata=self._metadata)
+            crc32 = seal("Await", request).message_crc32
+            call: grpc.UnaryStreamMultiCallable[AwaitRequest, bytes] = self._channel.unary_stream(
+                "/kvkeep.v1.BlockCache/Await", request_serializer=AwaitRequest.SerializeToString
+            )
+            answers = call(request, timeout=timeout_s, metadata=self._metadata)
             for answer in answers:
-                if not on_arrival(answer):
+                if not right(answer, crc32):
+                    answers.cancel()
+                    return _DAMAGED
+                if not on_arrival(AwaitResponse.FromString(answer)):
                     answers.cancel()
                     break
         except grpc.RpcError as error:
@@ -102,17 +117,21 @@ class RemoteChannel:
             return _CLOSED
         return Reply(0, 0.0, b"")
 
-    def write(self, requests: Iterator[WriteRequest], timeout_s: float) -> Reply:
-        """Write; the payload is a CommitResponse."""
+    def write(self, requests: Iterator[WriteRequest], timeout_s: float, crc32: int) -> Reply:
+        """Write, of a first message that is sealed with this; the payload is a CommitResponse."""
         try:
-            response: WriteResponse | None = self._stub.Write(
-                requests, timeout=timeout_s, metadata=self._metadata
+            call: grpc.StreamUnaryMultiCallable[WriteRequest, bytes] = self._channel.stream_unary(
+                "/kvkeep.v1.BlockCache/Write", request_serializer=WriteRequest.SerializeToString
             )
+            response = call(requests, timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
             return _refused(error)
         except ValueError:
             return _CLOSED
-        return _answered(None if response is None else response.commit.SerializeToString())
+        reply = _answered(response, crc32)
+        if reply.status:
+            return reply
+        return Reply(0, 0.0, WriteResponse.FromString(reply.payload).commit.SerializeToString())
 
     def pause(self, seconds: float) -> None:
         """Wait before another try, but not when there can be none."""
@@ -124,15 +143,17 @@ class RemoteChannel:
         self._channel.close()
 
 
-def _answered(payload: bytes | None) -> Reply:
-    """gRPC has None for a message that did not come, where only its status did."""
-    return _NO_ANSWER if payload is None else Reply(0, 0.0, payload)
+def _answered(payload: bytes | None, crc32: int) -> Reply:
+    """To a request with this CRC-32; gRPC has None for a message that did not come, where only its
+    status did."""
+    whole = payload is not None and right(payload, crc32)
+    return Reply(0, 0.0, payload) if payload is not None and whole else _DAMAGED
 
 
-def _ended(done: grpc.Future[bytes]) -> Reply:
+def _ended(done: grpc.Future[bytes], crc32: int) -> Reply:
     """What a call came to."""
     try:
-        return _answered(done.result())
+        return _answered(done.result(), crc32)
     except grpc.RpcError as error:
         return _refused(error)
     except grpc.FutureCancelledError:

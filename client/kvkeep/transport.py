@@ -15,6 +15,7 @@ import kvkeep.forking  # noqa: F401 - chooses gRPC's poller
 import grpc
 
 from kvkeep.call_socket import PendingCall, Reply
+from kvkeep.checksums import seal
 from kvkeep.errors import (
     DeadlineError,
     InvalidArgumentError,
@@ -315,19 +316,21 @@ class Transport:
 
     def advance_epoch(self, request: AdvanceEpochRequest, timeout_s: float) -> AdvanceEpochResponse:
         """AdvanceEpoch."""
-        return self._on_grpc(self._stub.AdvanceEpoch, request, timeout_s, "AdvanceEpoch")
+        return self._on_grpc(
+            self._stub.AdvanceEpoch, seal("AdvanceEpoch", request), timeout_s, "AdvanceEpoch"
+        )
 
     def prefetch(self, request: PrefetchRequest, timeout_s: float) -> PrefetchResponse:
         """Prefetch."""
-        return self._on_grpc(self._stub.Prefetch, request, timeout_s, "Prefetch")
+        return self._on_grpc(self._stub.Prefetch, seal("Prefetch", request), timeout_s, "Prefetch")
 
     def pin(self, request: PinRequest, timeout_s: float) -> PinResponse:
         """Pin."""
-        return self._on_grpc(self._stub.Pin, request, timeout_s, "Pin")
+        return self._on_grpc(self._stub.Pin, seal("Pin", request), timeout_s, "Pin")
 
     def unpin(self, request: UnpinRequest, timeout_s: float) -> UnpinResponse:
         """Unpin."""
-        return self._on_grpc(self._stub.Unpin, request, timeout_s, "Unpin")
+        return self._on_grpc(self._stub.Unpin, seal("Unpin", request), timeout_s, "Unpin")
 
     def _on_grpc(
         self, call: Callable[..., Response], request: Message, timeout_s: float, what: str
@@ -348,7 +351,7 @@ class Transport:
     def watch(self, request: WatchRequest) -> ChangeStream:
         """Watch. Errors: SessionLostError."""
         try:
-            return ChangeStream(self._stub.Watch(request, metadata=self._metadata))
+            return ChangeStream(self._stub.Watch(seal("Watch", request), metadata=self._metadata))
         except ValueError as error:
             raise SessionLostError("Watch: the session was closed") from error
 

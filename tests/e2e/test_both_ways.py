@@ -20,6 +20,7 @@ LOCAL = {
     "test_cases_by_design.py": "a list, too",
     "test_check_offline.py": NO_CLIENT,
     "test_clock_jumps.py": NO_CLIENT,
+    "test_dead_connections.py": "is about clients on other hosts only",
     "test_demo.py": NO_CLIENT,
     "test_deploy.py": NO_CLIENT,
     "test_engine_loop.py": "measures the loop of an engine that shares memory with its daemon",

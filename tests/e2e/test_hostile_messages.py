@@ -14,7 +14,7 @@ from kvkeep.v1 import admin_pb2, admin_pb2_grpc, block_cache_pb2
 from tests.fakes.daemon_process import running_daemon
 from tests.fakes.frames import CALLS, HEADER, MORE, received
 from tests.fakes.hostile_messages import PAGE, HostileMessages
-from tests.fakes.raw_remote import RawRemote
+from tests.fakes.raw_remote import RawRemote, ended
 from tests.fakes.raw_session import RawSession
 from tests.fakes.scraping import port_in, scrape
 from tests.fakes.ways import LISTEN
@@ -76,7 +76,7 @@ class OnGrpc:
     def _call(self, path: str, method, session) -> None:
         send = _sender(session.channel, path, method)
         count = self._source.randrange(4) if method.client_streaming else 1
-        sent = iter([self._messages.payload(method.input_type) for _ in range(count)])
+        sent = iter([self._payload(method, far=hasattr(session, "admin")) for _ in range(count)])
         metadata = self._source.choice([session.metadata] * 8 + [(), self._false_token()])
         streams = method.client_streaming or method.server_streaming
         timeout_s = self._source.choice((0.01, 0.1)) if streams else LOST_S
@@ -90,6 +90,11 @@ class OnGrpc:
             code = error.code()
             self._judge(path, code, error)
         self.ended[code.name] += 1
+
+    def _payload(self, method, *, far: bool) -> bytes:
+        """Mostly with the CRC-32 that another host's needs to be looked at."""
+        payload = self._messages.payload(method.input_type)
+        return ended(method.name, payload) if far and self._source.random() < 0.9 else payload
 
     def _taken(self, stream) -> list[bytes]:
         taken = [answer for _, answer in zip(range(ANSWERS_MAX), stream, strict=False)]

@@ -5,6 +5,7 @@ import os
 import struct
 import threading
 import time
+import zlib
 
 import grpc
 import pytest
@@ -12,7 +13,15 @@ import pytest
 from kvkeep.v1 import admin_pb2, admin_pb2_grpc, block_cache_pb2, block_cache_pb2_grpc
 from tests.fakes.daemon_process import running_daemon
 from tests.fakes.generated_blocks import chain_keys
-from tests.fakes.raw_remote import CHUNK_NBYTES, DEADLINE_S, RawRemote, chunk, chunks, first
+from tests.fakes.raw_remote import (
+    CHUNK_NBYTES,
+    DEADLINE_S,
+    RawRemote,
+    chunk,
+    chunks,
+    first,
+    sealed,
+)
 from tests.fakes.waiting import wait_until
 
 MIB = 1 << 20
@@ -80,25 +89,109 @@ def test_what_is_written_is_read(remote, opened):
 
 BAD_STREAMS = {
     "nothing": lambda _header, _payload: [],
-    "no header": lambda _header, payload: chunks(payload),
-    "two headers": lambda header, payload: [first(header), first(header), *chunks(payload)],
-    "half": lambda header, payload: [first(header), *chunks(payload)[:1]],
+    "no header": lambda header, payload: chunks(payload, first(header)),
+    "two headers": lambda header, payload: [
+        first(header),
+        first(header),
+        *chunks(payload, first(header)),
+    ],
+    "half": lambda header, payload: [first(header), *chunks(payload, first(header))[:1]],
     "header only": lambda header, _payload: [first(header)],
-    "too much": lambda header, payload: [first(header), *chunks(payload + b"x")],
-    "a chunk twice": lambda header, payload: [first(header), *chunks(payload)[:1] * 2],
-    "out of order": lambda header, payload: [first(header), *reversed(chunks(payload))],
-    "too large a chunk": lambda header, payload: [first(header), chunk(0, payload[: MIB + 1])],
-    "empty chunks": lambda header, _payload: [first(header), chunk(0, b"")],
+    "too much": lambda header, payload: [first(header), *chunks(payload + b"x", first(header))],
+    "a chunk twice": lambda header, payload: [
+        first(header),
+        *chunks(payload, first(header))[:1] * 2,
+    ],
+    "out of order": lambda header, payload: [
+        first(header),
+        *reversed(chunks(payload, first(header))),
+    ],
+    "too large a chunk": lambda header, payload: [
+        first(header),
+        chunk(0, payload[: MIB + 1], first(header)),
+    ],
+    "empty chunks": lambda header, _payload: [first(header), chunk(0, b"", first(header))],
 }
 
 
 def test_bytes_that_were_damaged_on_the_way_are_not_the_callers_fault(remote, opened):
     keys, payload = chain_keys("a", COUNT), os.urandom(COUNT * NBYTES)
     damaged = block_cache_pb2.WriteRequest(data=payload[:MIB], crc32=1)
-    messages = [first(remote.header(opened, keys, STRIDE)), damaged, *chunks(payload)[1:]]
+    begin = first(remote.header(opened, keys, STRIDE))
+    messages = [begin, damaged, *chunks(payload, begin)[1:]]
     sentence = refused(grpc.StatusCode.UNAVAILABLE, lambda: remote.call("Write", iter(messages)))
     assert "store again" in sentence
     assert remote.lookup(opened, keys) == 0
+
+
+def flipped(message, step):
+    """Its bytes, each time with another bit flipped, of every so many."""
+    payload = message.SerializeToString()
+    for bit in range(0, 8 * len(payload), step):
+        damaged = bytearray(payload)
+        damaged[bit // 8] ^= 1 << bit % 8
+        yield bytes(damaged)
+
+
+DAMAGED = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INVALID_ARGUMENT}
+
+
+def test_no_flipped_bit_stores_under_another_key(remote, opened):
+    """Of a header: keys, places, the handle; of a chunk: where it belongs."""
+    keys, payload = chain_keys("a", COUNT), os.urandom(COUNT * NBYTES)
+    begin = first(remote.header(opened, keys, STRIDE))
+    rest = [one.SerializeToString() for one in chunks(payload, begin)]
+    write = remote.channel.stream_unary("/kvkeep.v1.BlockCache/Write")
+    for damaged in flipped(begin, 37):
+        with pytest.raises(grpc.RpcError) as failed:
+            write(iter([damaged, *rest]), metadata=remote.metadata, timeout=DEADLINE_S)
+        assert failed.value.code() in DAMAGED, failed.value.details()
+    # The bytes of another Write.
+    other = first(remote.header(opened, chain_keys("b", COUNT), STRIDE))
+    messages = iter([other, *chunks(payload, begin)])
+    refused(grpc.StatusCode.UNAVAILABLE, lambda: remote.call("Write", messages))
+    assert remote.lookup(opened, keys) == 0
+    assert remote.lookup(opened, chain_keys("b", COUNT)) == 0
+    assert remote.write(remote.header(opened, keys, STRIDE), payload).stored == COUNT
+
+
+@pytest.mark.parametrize("name", ["OpenNamespace", "Lookup", "Acquire", "Read", "Remove"])
+def test_no_flipped_bit_asks_for_another_block(remote, opened, name):
+    keys = chain_keys("a", 2)
+    remote.write(remote.header(opened, keys, STRIDE), os.urandom(2 * NBYTES))
+    leased = remote.acquire(opened, keys)
+    requests = {
+        "OpenNamespace": block_cache_pb2.OpenNamespaceRequest(layout_version=2),
+        "Lookup": block_cache_pb2.LookupRequest(set_index=opened, keys=keys),
+        "Acquire": block_cache_pb2.AcquireRequest(set_index=opened, keys=keys),
+        "Read": block_cache_pb2.ReadRequest(lease_id=leased.lease_id, blocks=1),
+        "Remove": block_cache_pb2.RemoveRequest(set_index=opened, keys=keys),
+    }
+    kind = "unary_stream" if name == "Read" else "unary_unary"
+    call = getattr(remote.channel, kind)(f"/kvkeep.v1.BlockCache/{name}")
+    for damaged in flipped(sealed(name, requests[name]), 1 if name == "Read" else 7):
+        with pytest.raises(grpc.RpcError) as failed:
+            list(call(damaged, metadata=remote.metadata, timeout=DEADLINE_S))
+        assert failed.value.code() in DAMAGED, failed.value.details()
+    # Nor can it be another call's.
+    other = sealed("Prefetch", requests[name]).SerializeToString()
+    with pytest.raises(grpc.RpcError):
+        list(call(other, metadata=remote.metadata, timeout=DEADLINE_S))
+    assert remote.lookup(opened, keys) == 2
+
+
+def test_an_answer_is_that_of_its_request(remote, opened):
+    answers = {}
+    for model in ("one", "two"):
+        request = sealed(
+            "Lookup", block_cache_pb2.LookupRequest(set_index=opened, keys=chain_keys(model, 3))
+        )
+        answer = remote.call("Lookup", request)
+        crc32 = answer.message_crc32
+        answer.ClearField("message_crc32")
+        assert crc32 == zlib.crc32(answer.SerializeToString(), request.message_crc32)
+        answers[crc32] = answer
+    assert len(answers) == 2
 
 
 @pytest.mark.parametrize("name", BAD_STREAMS)
@@ -135,8 +228,9 @@ def test_a_client_that_vanishes_in_the_middle_leaves_nothing(daemon, opened, rem
         gone = threading.Event()
 
         def half():
-            yield first(other.header(opened, keys, STRIDE))
-            yield chunks(payload)[0]
+            begin = first(other.header(opened, keys, STRIDE))
+            yield begin
+            yield chunks(payload, begin)[0]
             gone.wait(10)
 
         call = other.stub.Write.future(half(), metadata=other.metadata, timeout=20)
@@ -258,9 +352,15 @@ def test_streams_and_sessions_have_limits(daemon, remote, opened):
 @pytest.mark.parametrize("name", ["Lookup", "Acquire", "Read", "Write", "Attach", "Stats"])
 def test_without_a_session_there_is_nothing(daemon, name):
     calls = {
-        "Lookup": lambda blocks, _: blocks.Lookup(block_cache_pb2.LookupRequest(), timeout=5),
-        "Acquire": lambda blocks, _: blocks.Acquire(block_cache_pb2.AcquireRequest(), timeout=5),
-        "Read": lambda blocks, _: list(blocks.Read(block_cache_pb2.ReadRequest(), timeout=5)),
+        "Lookup": lambda blocks, _: blocks.Lookup(
+            sealed("Lookup", block_cache_pb2.LookupRequest()), timeout=5
+        ),
+        "Acquire": lambda blocks, _: blocks.Acquire(
+            sealed("Acquire", block_cache_pb2.AcquireRequest()), timeout=5
+        ),
+        "Read": lambda blocks, _: list(
+            blocks.Read(sealed("Read", block_cache_pb2.ReadRequest()), timeout=5)
+        ),
         "Write": lambda blocks, _: blocks.Write(iter([]), timeout=5),
         "Attach": lambda blocks, _: list(
             blocks.Attach(iter([block_cache_pb2.AttachRequest()]), timeout=5)
@@ -274,7 +374,12 @@ def test_without_a_session_there_is_nothing(daemon, name):
     assert failed.value.code() == grpc.StatusCode.UNAUTHENTICATED
 
 
-def test_operators_have_the_unix_socket_only(remote):
+def test_operators_have_the_unix_socket_only(daemon, remote):
+    """Also when one has called there before."""
+    with grpc.insecure_channel(f"unix:{daemon.socket}") as channel:
+        admin_pb2_grpc.AdminStub(channel).ListNamespaces(
+            admin_pb2.ListNamespacesRequest(), timeout=DEADLINE_S
+        )
     for name in ("ListNamespaces", "Check"):
         call, request = getattr(remote.admin, name), getattr(admin_pb2, f"{name}Request")()
         with pytest.raises(grpc.RpcError) as failed:

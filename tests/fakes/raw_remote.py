@@ -1,6 +1,7 @@
 """A session of another host without the client library: stubs and what they send, sane or not."""
 
 import queue
+import struct
 import zlib
 from typing import Self
 
@@ -39,6 +40,9 @@ class RawRemote:
         self.channel.close()
 
     def call(self, name: str, request, timeout_s: float | None = DEADLINE_S):
+        """Requests are sealed, but for streams, which are sent as they are."""
+        if hasattr(request, "message_crc32"):
+            request = sealed(name, request)
         return getattr(self.stub, name)(request, metadata=self.metadata, timeout=timeout_s)
 
     def open_namespace(self, block_nbytes: int, model: str = "raw"):
@@ -73,7 +77,8 @@ class RawRemote:
 
     def write(self, header, payload: bytes):
         """A sane Write."""
-        return self.call("Write", iter([first(header), *chunks(payload)])).commit
+        begin = first(header)
+        return self.call("Write", iter([begin, *chunks(payload, begin)])).commit
 
     def lookup(self, set_index: int, keys: bytes) -> int:
         request = block_cache_pb2.LookupRequest(set_index=set_index, keys=keys)
@@ -94,14 +99,30 @@ class RawRemote:
         )
 
 
+def sealed(name: str, request):
+    """A copy of a request with its CRC-32, as another language's client would make it."""
+    copy = type(request)()
+    copy.CopyFrom(request)
+    copy.ClearField("message_crc32")
+    copy.message_crc32 = zlib.crc32(name.encode() + copy.SerializeToString())
+    return copy
+
+
+def ended(name: str, payload: bytes) -> bytes:
+    """An encoded request with its CRC-32."""
+    return payload + struct.pack("<BI", 0x7D, zlib.crc32(name.encode() + payload))
+
+
 def first(header):
-    return block_cache_pb2.WriteRequest(header=header)
+    return sealed("Write", block_cache_pb2.WriteRequest(header=header))
 
 
-def chunk(offset: int, data: bytes):
-    return block_cache_pb2.WriteRequest(data=data, offset=offset, crc32=zlib.crc32(data))
+def chunk(offset: int, data: bytes, begin):
+    """Of the Write that begins with the message `begin`."""
+    crc32 = zlib.crc32(data, begin.message_crc32)
+    return block_cache_pb2.WriteRequest(data=data, offset=offset, crc32=crc32)
 
 
-def chunks(payload: bytes) -> list:
+def chunks(payload: bytes, begin) -> list:
     starts = range(0, len(payload), CHUNK_NBYTES)
-    return [chunk(at, payload[at : at + CHUNK_NBYTES]) for at in starts]
+    return [chunk(at, payload[at : at + CHUNK_NBYTES], begin) for at in starts]

@@ -19,6 +19,12 @@ Common to all calls:
    a message above limits.message_max, and trying again is no use.
  * A request of more bytes than limits.keys_max keys or leases need is INVALID_ARGUMENT; it is not even parsed. So is one above
    64 KiB of more than 64 fields: pack what can be packed.
+ * `message_crc32` (IEEE, as zlib's) guards what a message means on its way, since a flipped bit in a key or a handle is another
+   block's name. From another host each request that has the field ends with it, of a Write the first one; it is set last, and is
+   field 15, so an encoder that orders fields puts it there. Of a request it covers the call's name ("Acquire"), then all bytes of
+   the message before the field; what is damaged or without it is UNAVAILABLE: send it again. Of an answer it goes on
+   from the request's value (zlib's crc32(bytes, value)), over all bytes before the field: so it is the answer to that request. The
+   `crc32` of each chunk of Read and Write goes on from that of its request in the same way. Calls of the same host need none.
  * Limits have names in the configuration (limits.*), and OpenNamespace returns those that a client needs.
 """
 
@@ -310,8 +316,10 @@ class OpenNamespaceRequest(google.protobuf.message.Message):
     SPEC_FIELD_NUMBER: builtins.int
     LOCAL_RANKS_FIELD_NUMBER: builtins.int
     LAYOUT_VERSION_FIELD_NUMBER: builtins.int
+    MESSAGE_CRC32_FIELD_NUMBER: builtins.int
     layout_version: builtins.int
     """of shared_memory.md, that this client was built for"""
+    message_crc32: builtins.int
     @property
     def spec(self) -> kvkeep.v1.namespace_pb2.NamespaceSpec: ...
     @property
@@ -326,9 +334,11 @@ class OpenNamespaceRequest(google.protobuf.message.Message):
         spec: kvkeep.v1.namespace_pb2.NamespaceSpec | None = ...,
         local_ranks: collections.abc.Iterable[builtins.int] | None = ...,
         layout_version: builtins.int = ...,
+        message_crc32: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["spec", b"spec"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["layout_version", b"layout_version", "local_ranks", b"local_ranks", "spec", b"spec"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_message_crc32", b"_message_crc32", "message_crc32", b"message_crc32", "spec", b"spec"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_message_crc32", b"_message_crc32", "layout_version", b"layout_version", "local_ranks", b"local_ranks", "message_crc32", b"message_crc32", "spec", b"spec"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_message_crc32", b"_message_crc32"]) -> typing.Literal["message_crc32"] | None: ...
 
 Global___OpenNamespaceRequest: typing_extensions.TypeAlias = OpenNamespaceRequest
 
@@ -404,6 +414,7 @@ class OpenNamespaceResponse(google.protobuf.message.Message):
     NEAR_MISSES_FIELD_NUMBER: builtins.int
     SLOT_NBYTES_FIELD_NUMBER: builtins.int
     MODE_FIELD_NUMBER: builtins.int
+    MESSAGE_CRC32_FIELD_NUMBER: builtins.int
     set_index: builtins.int
     """handle of the namespace set, valid in this server_epoch"""
     set_id: builtins.bytes
@@ -415,6 +426,7 @@ class OpenNamespaceResponse(google.protobuf.message.Message):
     layout_version: builtins.int
     mode: kvkeep.v1.namespace_pb2.NamespaceMode.ValueType
     """at this moment; events tell of changes"""
+    message_crc32: builtins.int
     @property
     def ranks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___RankNamespace]:
         """in the order of local_ranks"""
@@ -442,9 +454,11 @@ class OpenNamespaceResponse(google.protobuf.message.Message):
         near_misses: collections.abc.Iterable[Global___NearMiss] | None = ...,
         slot_nbytes: collections.abc.Iterable[builtins.int] | None = ...,
         mode: kvkeep.v1.namespace_pb2.NamespaceMode.ValueType = ...,
+        message_crc32: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["limits", b"limits"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["layout_version", b"layout_version", "limits", b"limits", "mode", b"mode", "namespace_epoch", b"namespace_epoch", "near_misses", b"near_misses", "ranks", b"ranks", "server_epoch", b"server_epoch", "set_id", b"set_id", "set_index", b"set_index", "slot_nbytes", b"slot_nbytes"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_message_crc32", b"_message_crc32", "limits", b"limits", "message_crc32", b"message_crc32"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_message_crc32", b"_message_crc32", "layout_version", b"layout_version", "limits", b"limits", "message_crc32", b"message_crc32", "mode", b"mode", "namespace_epoch", b"namespace_epoch", "near_misses", b"near_misses", "ranks", b"ranks", "server_epoch", b"server_epoch", "set_id", b"set_id", "set_index", b"set_index", "slot_nbytes", b"slot_nbytes"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_message_crc32", b"_message_crc32"]) -> typing.Literal["message_crc32"] | None: ...
 
 Global___OpenNamespaceResponse: typing_extensions.TypeAlias = OpenNamespaceResponse
 
@@ -763,9 +777,11 @@ class LookupRequest(google.protobuf.message.Message):
     KEYS_FIELD_NUMBER: builtins.int
     HINTS_FIELD_NUMBER: builtins.int
     PEEK_FIELD_NUMBER: builtins.int
+    MESSAGE_CRC32_FIELD_NUMBER: builtins.int
     set_index: builtins.int
     keys: builtins.bytes
     peek: builtins.bool
+    message_crc32: builtins.int
     @property
     def hints(self) -> Global___Hints: ...
     def __init__(
@@ -775,9 +791,11 @@ class LookupRequest(google.protobuf.message.Message):
         keys: builtins.bytes = ...,
         hints: Global___Hints | None = ...,
         peek: builtins.bool = ...,
+        message_crc32: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["hints", b"hints"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["hints", b"hints", "keys", b"keys", "peek", b"peek", "set_index", b"set_index"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_message_crc32", b"_message_crc32", "hints", b"hints", "message_crc32", b"message_crc32"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_message_crc32", b"_message_crc32", "hints", b"hints", "keys", b"keys", "message_crc32", b"message_crc32", "peek", b"peek", "set_index", b"set_index"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_message_crc32", b"_message_crc32"]) -> typing.Literal["message_crc32"] | None: ...
 
 Global___LookupRequest: typing_extensions.TypeAlias = LookupRequest
 
@@ -839,6 +857,7 @@ class LookupResponse(google.protobuf.message.Message):
     EVICTED_AGE_S_FIELD_NUMBER: builtins.int
     REPLAY_TOKENS_FIELD_NUMBER: builtins.int
     REDIS_UNKNOWN_FIELD_NUMBER: builtins.int
+    MESSAGE_CRC32_FIELD_NUMBER: builtins.int
     prefix_blocks: builtins.int
     """of `keys`, usable in all groups and ranks"""
     prefix_tokens: builtins.int
@@ -852,6 +871,7 @@ class LookupResponse(google.protobuf.message.Message):
     """Of prefix_tokens, the last ones that can be used only when a missing REPLAYABLE STATE is replayed; 0 = no replay."""
     redis_unknown: builtins.bool
     """redis was not asked"""
+    message_crc32: builtins.int
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___GroupPrefix]: ...
     @property
@@ -868,8 +888,11 @@ class LookupResponse(google.protobuf.message.Message):
         evicted_age_s: builtins.int = ...,
         replay_tokens: builtins.int = ...,
         redis_unknown: builtins.bool = ...,
+        message_crc32: builtins.int | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["ended", b"ended", "evicted_age_s", b"evicted_age_s", "groups", b"groups", "load_time_us", b"load_time_us", "prefix_blocks", b"prefix_blocks", "prefix_tokens", b"prefix_tokens", "redis_unknown", b"redis_unknown", "replay_tokens", b"replay_tokens", "runs", b"runs"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_message_crc32", b"_message_crc32", "message_crc32", b"message_crc32"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_message_crc32", b"_message_crc32", "ended", b"ended", "evicted_age_s", b"evicted_age_s", "groups", b"groups", "load_time_us", b"load_time_us", "message_crc32", b"message_crc32", "prefix_blocks", b"prefix_blocks", "prefix_tokens", b"prefix_tokens", "redis_unknown", b"redis_unknown", "replay_tokens", b"replay_tokens", "runs", b"runs"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_message_crc32", b"_message_crc32"]) -> typing.Literal["message_crc32"] | None: ...
 
 Global___LookupResponse: typing_extensions.TypeAlias = LookupResponse
 
@@ -885,6 +908,7 @@ class AcquireRequest(google.protobuf.message.Message):
     GROUPS_FIELD_NUMBER: builtins.int
     SKIP_BLOCKS_FIELD_NUMBER: builtins.int
     WAIT_MS_FIELD_NUMBER: builtins.int
+    MESSAGE_CRC32_FIELD_NUMBER: builtins.int
     set_index: builtins.int
     keys: builtins.bytes
     """packed, chain order"""
@@ -896,6 +920,7 @@ class AcquireRequest(google.protobuf.message.Message):
     """leading blocks that the caller has: touched, not leased"""
     wait_ms: builtins.int
     """for blocks that are not in ram, at most a minute; 0 = such blocks are PENDING at once"""
+    message_crc32: builtins.int
     @property
     def hints(self) -> Global___Hints: ...
     @property
@@ -913,9 +938,11 @@ class AcquireRequest(google.protobuf.message.Message):
         groups: collections.abc.Iterable[builtins.int] | None = ...,
         skip_blocks: builtins.int = ...,
         wait_ms: builtins.int = ...,
+        message_crc32: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["hints", b"hints"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["byte_budget", b"byte_budget", "groups", b"groups", "hints", b"hints", "keys", b"keys", "lease_ttl_ms", b"lease_ttl_ms", "set_index", b"set_index", "skip_blocks", b"skip_blocks", "wait_ms", b"wait_ms"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_message_crc32", b"_message_crc32", "hints", b"hints", "message_crc32", b"message_crc32"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_message_crc32", b"_message_crc32", "byte_budget", b"byte_budget", "groups", b"groups", "hints", b"hints", "keys", b"keys", "lease_ttl_ms", b"lease_ttl_ms", "message_crc32", b"message_crc32", "set_index", b"set_index", "skip_blocks", b"skip_blocks", "wait_ms", b"wait_ms"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_message_crc32", b"_message_crc32"]) -> typing.Literal["message_crc32"] | None: ...
 
 Global___AcquireRequest: typing_extensions.TypeAlias = AcquireRequest
 
@@ -966,6 +993,7 @@ class AcquireResponse(google.protobuf.message.Message):
     RUNS_FIELD_NUMBER: builtins.int
     ENDED_FIELD_NUMBER: builtins.int
     EVICTED_AGE_S_FIELD_NUMBER: builtins.int
+    MESSAGE_CRC32_FIELD_NUMBER: builtins.int
     lease_id: builtins.int
     """0 = nothing was leased"""
     lease_ttl_ms: builtins.int
@@ -977,6 +1005,7 @@ class AcquireResponse(google.protobuf.message.Message):
     """one BlockStatus byte for each key of the request"""
     ended: Global___MissReason.ValueType
     evicted_age_s: builtins.int
+    message_crc32: builtins.int
     @property
     def columns(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___LeasedColumn]: ...
     @property
@@ -993,8 +1022,11 @@ class AcquireResponse(google.protobuf.message.Message):
         runs: collections.abc.Iterable[Global___TierRun] | None = ...,
         ended: Global___MissReason.ValueType = ...,
         evicted_age_s: builtins.int = ...,
+        message_crc32: builtins.int | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["columns", b"columns", "ended", b"ended", "evicted_age_s", b"evicted_age_s", "lease_id", b"lease_id", "lease_ttl_ms", b"lease_ttl_ms", "leased_blocks", b"leased_blocks", "prefix_blocks", b"prefix_blocks", "runs", b"runs", "status", b"status"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_message_crc32", b"_message_crc32", "message_crc32", b"message_crc32"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_message_crc32", b"_message_crc32", "columns", b"columns", "ended", b"ended", "evicted_age_s", b"evicted_age_s", "lease_id", b"lease_id", "lease_ttl_ms", b"lease_ttl_ms", "leased_blocks", b"leased_blocks", "message_crc32", b"message_crc32", "prefix_blocks", b"prefix_blocks", "runs", b"runs", "status", b"status"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_message_crc32", b"_message_crc32"]) -> typing.Literal["message_crc32"] | None: ...
 
 Global___AcquireResponse: typing_extensions.TypeAlias = AcquireResponse
 
@@ -1003,13 +1035,18 @@ class AwaitRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     LEASE_ID_FIELD_NUMBER: builtins.int
+    MESSAGE_CRC32_FIELD_NUMBER: builtins.int
     lease_id: builtins.int
+    message_crc32: builtins.int
     def __init__(
         self,
         *,
         lease_id: builtins.int = ...,
+        message_crc32: builtins.int | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["lease_id", b"lease_id"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_message_crc32", b"_message_crc32", "message_crc32", b"message_crc32"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_message_crc32", b"_message_crc32", "lease_id", b"lease_id", "message_crc32", b"message_crc32"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_message_crc32", b"_message_crc32"]) -> typing.Literal["message_crc32"] | None: ...
 
 Global___AwaitRequest: typing_extensions.TypeAlias = AwaitRequest
 
@@ -1020,10 +1057,12 @@ class AwaitResponse(google.protobuf.message.Message):
     FIRST_BLOCK_FIELD_NUMBER: builtins.int
     STATUS_FIELD_NUMBER: builtins.int
     COLUMNS_FIELD_NUMBER: builtins.int
+    MESSAGE_CRC32_FIELD_NUMBER: builtins.int
     first_block: builtins.int
     """position in the request's keys"""
     status: builtins.bytes
     """one BlockStatus byte a block"""
+    message_crc32: builtins.int
     @property
     def columns(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___LeasedColumn]: ...
     def __init__(
@@ -1032,8 +1071,11 @@ class AwaitResponse(google.protobuf.message.Message):
         first_block: builtins.int = ...,
         status: builtins.bytes = ...,
         columns: collections.abc.Iterable[Global___LeasedColumn] | None = ...,
+        message_crc32: builtins.int | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["columns", b"columns", "first_block", b"first_block", "status", b"status"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_message_crc32", b"_message_crc32", "message_crc32", b"message_crc32"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_message_crc32", b"_message_crc32", "columns", b"columns", "first_block", b"first_block", "message_crc32", b"message_crc32", "status", b"status"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_message_crc32", b"_message_crc32"]) -> typing.Literal["message_crc32"] | None: ...
 
 Global___AwaitResponse: typing_extensions.TypeAlias = AwaitResponse
 
@@ -1042,14 +1084,19 @@ class ReleaseRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     LEASE_IDS_FIELD_NUMBER: builtins.int
+    MESSAGE_CRC32_FIELD_NUMBER: builtins.int
+    message_crc32: builtins.int
     @property
     def lease_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     def __init__(
         self,
         *,
         lease_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        message_crc32: builtins.int | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["lease_ids", b"lease_ids"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_message_crc32", b"_message_crc32", "message_crc32", b"message_crc32"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_message_crc32", b"_message_crc32", "lease_ids", b"lease_ids", "message_crc32", b"message_crc32"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_message_crc32", b"_message_crc32"]) -> typing.Literal["message_crc32"] | None: ...
 
 Global___ReleaseRequest: typing_extensions.TypeAlias = ReleaseRequest
 
@@ -1059,15 +1106,20 @@ class ReleaseResponse(google.protobuf.message.Message):
 
     RELEASED_FIELD_NUMBER: builtins.int
     UNKNOWN_FIELD_NUMBER: builtins.int
+    MESSAGE_CRC32_FIELD_NUMBER: builtins.int
     released: builtins.int
     unknown: builtins.int
+    message_crc32: builtins.int
     def __init__(
         self,
         *,
         released: builtins.int = ...,
         unknown: builtins.int = ...,
+        message_crc32: builtins.int | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["released", b"released", "unknown", b"unknown"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_message_crc32", b"_message_crc32", "message_crc32", b"message_crc32"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_message_crc32", b"_message_crc32", "message_crc32", b"message_crc32", "released", b"released", "unknown", b"unknown"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_message_crc32", b"_message_crc32"]) -> typing.Literal["message_crc32"] | None: ...
 
 Global___ReleaseResponse: typing_extensions.TypeAlias = ReleaseResponse
 
@@ -1077,7 +1129,9 @@ class RenewRequest(google.protobuf.message.Message):
 
     LEASE_IDS_FIELD_NUMBER: builtins.int
     LEASE_TTL_MS_FIELD_NUMBER: builtins.int
+    MESSAGE_CRC32_FIELD_NUMBER: builtins.int
     lease_ttl_ms: builtins.int
+    message_crc32: builtins.int
     @property
     def lease_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     def __init__(
@@ -1085,8 +1139,11 @@ class RenewRequest(google.protobuf.message.Message):
         *,
         lease_ids: collections.abc.Iterable[builtins.int] | None = ...,
         lease_ttl_ms: builtins.int = ...,
+        message_crc32: builtins.int | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["lease_ids", b"lease_ids", "lease_ttl_ms", b"lease_ttl_ms"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_message_crc32", b"_message_crc32", "message_crc32", b"message_crc32"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_message_crc32", b"_message_crc32", "lease_ids", b"lease_ids", "lease_ttl_ms", b"lease_ttl_ms", "message_crc32", b"message_crc32"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_message_crc32", b"_message_crc32"]) -> typing.Literal["message_crc32"] | None: ...
 
 Global___RenewRequest: typing_extensions.TypeAlias = RenewRequest
 
@@ -1096,15 +1153,20 @@ class RenewResponse(google.protobuf.message.Message):
 
     STATUS_FIELD_NUMBER: builtins.int
     LEASE_TTL_MS_FIELD_NUMBER: builtins.int
+    MESSAGE_CRC32_FIELD_NUMBER: builtins.int
     status: builtins.bytes
     lease_ttl_ms: builtins.int
+    message_crc32: builtins.int
     def __init__(
         self,
         *,
         status: builtins.bytes = ...,
         lease_ttl_ms: builtins.int = ...,
+        message_crc32: builtins.int | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["lease_ttl_ms", b"lease_ttl_ms", "status", b"status"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_message_crc32", b"_message_crc32", "message_crc32", b"message_crc32"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_message_crc32", b"_message_crc32", "lease_ttl_ms", b"lease_ttl_ms", "message_crc32", b"message_crc32", "status", b"status"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_message_crc32", b"_message_crc32"]) -> typing.Literal["message_crc32"] | None: ...
 
 Global___RenewResponse: typing_extensions.TypeAlias = RenewResponse
 
@@ -1220,6 +1282,7 @@ class ReadRequest(google.protobuf.message.Message):
     BLOCKS_FIELD_NUMBER: builtins.int
     RANGE_OFFSET_FIELD_NUMBER: builtins.int
     RANGE_NBYTES_FIELD_NUMBER: builtins.int
+    MESSAGE_CRC32_FIELD_NUMBER: builtins.int
     lease_id: builtins.int
     rank: builtins.int
     group: builtins.int
@@ -1231,6 +1294,7 @@ class ReadRequest(google.protobuf.message.Message):
     """bytes inside each block"""
     range_nbytes: builtins.int
     """0 = to the end"""
+    message_crc32: builtins.int
     def __init__(
         self,
         *,
@@ -1241,8 +1305,11 @@ class ReadRequest(google.protobuf.message.Message):
         blocks: builtins.int = ...,
         range_offset: builtins.int = ...,
         range_nbytes: builtins.int = ...,
+        message_crc32: builtins.int | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "first_block", b"first_block", "group", b"group", "lease_id", b"lease_id", "range_nbytes", b"range_nbytes", "range_offset", b"range_offset", "rank", b"rank"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_message_crc32", b"_message_crc32", "message_crc32", b"message_crc32"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_message_crc32", b"_message_crc32", "blocks", b"blocks", "first_block", b"first_block", "group", b"group", "lease_id", b"lease_id", "message_crc32", b"message_crc32", "range_nbytes", b"range_nbytes", "range_offset", b"range_offset", "rank", b"rank"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_message_crc32", b"_message_crc32"]) -> typing.Literal["message_crc32"] | None: ...
 
 Global___ReadRequest: typing_extensions.TypeAlias = ReadRequest
 
@@ -1264,7 +1331,7 @@ class ReadResponse(google.protobuf.message.Message):
     status: Global___BlockStatus.ValueType
     """READY with data; else the last message, and why this block does not come"""
     crc32: builtins.int
-    """of `data` (IEEE, as zlib's)"""
+    """of `data`, behind message_crc32 of the request"""
     def __init__(
         self,
         *,
@@ -1286,12 +1353,14 @@ class WriteRequest(google.protobuf.message.Message):
     DATA_FIELD_NUMBER: builtins.int
     OFFSET_FIELD_NUMBER: builtins.int
     CRC32_FIELD_NUMBER: builtins.int
+    MESSAGE_CRC32_FIELD_NUMBER: builtins.int
     data: builtins.bytes
     """at most 1 MiB; in all others"""
     offset: builtins.int
     """bytes of data before this message"""
     crc32: builtins.int
-    """of `data` (IEEE, as zlib's)"""
+    """of `data`, behind message_crc32 of the first message"""
+    message_crc32: builtins.int
     @property
     def header(self) -> Global___CommitRequest:
         """first message only"""
@@ -1303,9 +1372,11 @@ class WriteRequest(google.protobuf.message.Message):
         data: builtins.bytes = ...,
         offset: builtins.int = ...,
         crc32: builtins.int = ...,
+        message_crc32: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["crc32", b"crc32", "data", b"data", "header", b"header", "offset", b"offset"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_message_crc32", b"_message_crc32", "header", b"header", "message_crc32", b"message_crc32"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_message_crc32", b"_message_crc32", "crc32", b"crc32", "data", b"data", "header", b"header", "message_crc32", b"message_crc32", "offset", b"offset"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_message_crc32", b"_message_crc32"]) -> typing.Literal["message_crc32"] | None: ...
 
 Global___WriteRequest: typing_extensions.TypeAlias = WriteRequest
 
@@ -1314,15 +1385,19 @@ class WriteResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     COMMIT_FIELD_NUMBER: builtins.int
+    MESSAGE_CRC32_FIELD_NUMBER: builtins.int
+    message_crc32: builtins.int
     @property
     def commit(self) -> Global___CommitResponse: ...
     def __init__(
         self,
         *,
         commit: Global___CommitResponse | None = ...,
+        message_crc32: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["commit", b"commit"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["commit", b"commit"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_message_crc32", b"_message_crc32", "commit", b"commit", "message_crc32", b"message_crc32"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_message_crc32", b"_message_crc32", "commit", b"commit", "message_crc32", b"message_crc32"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_message_crc32", b"_message_crc32"]) -> typing.Literal["message_crc32"] | None: ...
 
 Global___WriteResponse: typing_extensions.TypeAlias = WriteResponse
 
@@ -1335,10 +1410,12 @@ class PrefetchRequest(google.protobuf.message.Message):
     DEADLINE_MS_FIELD_NUMBER: builtins.int
     BYTE_BUDGET_FIELD_NUMBER: builtins.int
     HINTS_FIELD_NUMBER: builtins.int
+    MESSAGE_CRC32_FIELD_NUMBER: builtins.int
     set_index: builtins.int
     keys: builtins.bytes
     deadline_ms: builtins.int
     byte_budget: builtins.int
+    message_crc32: builtins.int
     @property
     def hints(self) -> Global___Hints: ...
     def __init__(
@@ -1349,9 +1426,11 @@ class PrefetchRequest(google.protobuf.message.Message):
         deadline_ms: builtins.int = ...,
         byte_budget: builtins.int = ...,
         hints: Global___Hints | None = ...,
+        message_crc32: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["hints", b"hints"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["byte_budget", b"byte_budget", "deadline_ms", b"deadline_ms", "hints", b"hints", "keys", b"keys", "set_index", b"set_index"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_message_crc32", b"_message_crc32", "hints", b"hints", "message_crc32", b"message_crc32"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_message_crc32", b"_message_crc32", "byte_budget", b"byte_budget", "deadline_ms", b"deadline_ms", "hints", b"hints", "keys", b"keys", "message_crc32", b"message_crc32", "set_index", b"set_index"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_message_crc32", b"_message_crc32"]) -> typing.Literal["message_crc32"] | None: ...
 
 Global___PrefetchRequest: typing_extensions.TypeAlias = PrefetchRequest
 
@@ -1377,17 +1456,22 @@ class PinRequest(google.protobuf.message.Message):
     SET_INDEX_FIELD_NUMBER: builtins.int
     KEYS_FIELD_NUMBER: builtins.int
     KEEP_FOR_S_FIELD_NUMBER: builtins.int
+    MESSAGE_CRC32_FIELD_NUMBER: builtins.int
     set_index: builtins.int
     keys: builtins.bytes
     keep_for_s: builtins.int
+    message_crc32: builtins.int
     def __init__(
         self,
         *,
         set_index: builtins.int = ...,
         keys: builtins.bytes = ...,
         keep_for_s: builtins.int = ...,
+        message_crc32: builtins.int | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["keep_for_s", b"keep_for_s", "keys", b"keys", "set_index", b"set_index"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_message_crc32", b"_message_crc32", "message_crc32", b"message_crc32"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_message_crc32", b"_message_crc32", "keep_for_s", b"keep_for_s", "keys", b"keys", "message_crc32", b"message_crc32", "set_index", b"set_index"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_message_crc32", b"_message_crc32"]) -> typing.Literal["message_crc32"] | None: ...
 
 Global___PinRequest: typing_extensions.TypeAlias = PinRequest
 
@@ -1422,14 +1506,19 @@ class UnpinRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     PIN_IDS_FIELD_NUMBER: builtins.int
+    MESSAGE_CRC32_FIELD_NUMBER: builtins.int
+    message_crc32: builtins.int
     @property
     def pin_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     def __init__(
         self,
         *,
         pin_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        message_crc32: builtins.int | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["pin_ids", b"pin_ids"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_message_crc32", b"_message_crc32", "message_crc32", b"message_crc32"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_message_crc32", b"_message_crc32", "message_crc32", b"message_crc32", "pin_ids", b"pin_ids"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_message_crc32", b"_message_crc32"]) -> typing.Literal["message_crc32"] | None: ...
 
 Global___UnpinRequest: typing_extensions.TypeAlias = UnpinRequest
 
@@ -1462,17 +1551,22 @@ class RemoveRequest(google.protobuf.message.Message):
     SET_INDEX_FIELD_NUMBER: builtins.int
     KEYS_FIELD_NUMBER: builtins.int
     WITH_DESCENDANTS_FIELD_NUMBER: builtins.int
+    MESSAGE_CRC32_FIELD_NUMBER: builtins.int
     set_index: builtins.int
     keys: builtins.bytes
     with_descendants: builtins.bool
+    message_crc32: builtins.int
     def __init__(
         self,
         *,
         set_index: builtins.int = ...,
         keys: builtins.bytes = ...,
         with_descendants: builtins.bool = ...,
+        message_crc32: builtins.int | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["keys", b"keys", "set_index", b"set_index", "with_descendants", b"with_descendants"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_message_crc32", b"_message_crc32", "message_crc32", b"message_crc32"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_message_crc32", b"_message_crc32", "keys", b"keys", "message_crc32", b"message_crc32", "set_index", b"set_index", "with_descendants", b"with_descendants"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_message_crc32", b"_message_crc32"]) -> typing.Literal["message_crc32"] | None: ...
 
 Global___RemoveRequest: typing_extensions.TypeAlias = RemoveRequest
 
@@ -1483,17 +1577,22 @@ class RemoveResponse(google.protobuf.message.Message):
     REMOVED_FIELD_NUMBER: builtins.int
     UNKNOWN_FIELD_NUMBER: builtins.int
     STATUS_FIELD_NUMBER: builtins.int
+    MESSAGE_CRC32_FIELD_NUMBER: builtins.int
     removed: builtins.int
     unknown: builtins.int
     status: builtins.bytes
+    message_crc32: builtins.int
     def __init__(
         self,
         *,
         removed: builtins.int = ...,
         unknown: builtins.int = ...,
         status: builtins.bytes = ...,
+        message_crc32: builtins.int | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["removed", b"removed", "status", b"status", "unknown", b"unknown"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_message_crc32", b"_message_crc32", "message_crc32", b"message_crc32"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_message_crc32", b"_message_crc32", "message_crc32", b"message_crc32", "removed", b"removed", "status", b"status", "unknown", b"unknown"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_message_crc32", b"_message_crc32"]) -> typing.Literal["message_crc32"] | None: ...
 
 Global___RemoveResponse: typing_extensions.TypeAlias = RemoveResponse
 
@@ -1503,15 +1602,20 @@ class AdvanceEpochRequest(google.protobuf.message.Message):
 
     SET_INDEX_FIELD_NUMBER: builtins.int
     EXPECTED_EPOCH_FIELD_NUMBER: builtins.int
+    MESSAGE_CRC32_FIELD_NUMBER: builtins.int
     set_index: builtins.int
     expected_epoch: builtins.int
+    message_crc32: builtins.int
     def __init__(
         self,
         *,
         set_index: builtins.int = ...,
         expected_epoch: builtins.int = ...,
+        message_crc32: builtins.int | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["expected_epoch", b"expected_epoch", "set_index", b"set_index"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_message_crc32", b"_message_crc32", "message_crc32", b"message_crc32"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_message_crc32", b"_message_crc32", "expected_epoch", b"expected_epoch", "message_crc32", b"message_crc32", "set_index", b"set_index"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_message_crc32", b"_message_crc32"]) -> typing.Literal["message_crc32"] | None: ...
 
 Global___AdvanceEpochRequest: typing_extensions.TypeAlias = AdvanceEpochRequest
 
@@ -1536,7 +1640,9 @@ class WatchRequest(google.protobuf.message.Message):
 
     FROM_SEQUENCE_FIELD_NUMBER: builtins.int
     SET_INDEXES_FIELD_NUMBER: builtins.int
+    MESSAGE_CRC32_FIELD_NUMBER: builtins.int
     from_sequence: builtins.int
+    message_crc32: builtins.int
     @property
     def set_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     def __init__(
@@ -1544,8 +1650,11 @@ class WatchRequest(google.protobuf.message.Message):
         *,
         from_sequence: builtins.int = ...,
         set_indexes: collections.abc.Iterable[builtins.int] | None = ...,
+        message_crc32: builtins.int | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["from_sequence", b"from_sequence", "set_indexes", b"set_indexes"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_message_crc32", b"_message_crc32", "message_crc32", b"message_crc32"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_message_crc32", b"_message_crc32", "from_sequence", b"from_sequence", "message_crc32", b"message_crc32", "set_indexes", b"set_indexes"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_message_crc32", b"_message_crc32"]) -> typing.Literal["message_crc32"] | None: ...
 
 Global___WatchRequest: typing_extensions.TypeAlias = WatchRequest
 

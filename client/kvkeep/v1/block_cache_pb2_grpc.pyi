@@ -19,6 +19,12 @@ Common to all calls:
    a message above limits.message_max, and trying again is no use.
  * A request of more bytes than limits.keys_max keys or leases need is INVALID_ARGUMENT; it is not even parsed. So is one above
    64 KiB of more than 64 fields: pack what can be packed.
+ * `message_crc32` (IEEE, as zlib's) guards what a message means on its way, since a flipped bit in a key or a handle is another
+   block's name. From another host each request that has the field ends with it, of a Write the first one; it is set last, and is
+   field 15, so an encoder that orders fields puts it there. Of a request it covers the call's name ("Acquire"), then all bytes of
+   the message before the field; what is damaged or without it is UNAVAILABLE: send it again. Of an answer it goes on
+   from the request's value (zlib's crc32(bytes, value)), over all bytes before the field: so it is the answer to that request. The
+   `crc32` of each chunk of Read and Write goes on from that of its request in the same way. Calls of the same host need none.
  * Limits have names in the configuration (limits.*), and OpenNamespace returns those that a client needs.
 """
 

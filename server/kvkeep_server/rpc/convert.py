@@ -392,6 +392,7 @@ def send_order_of(request: pb.ReadRequest) -> SendOrder:
         request.blocks,
         request.range_offset,
         request.range_nbytes,
+        request.message_crc32,
     )
 
 

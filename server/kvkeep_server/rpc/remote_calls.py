@@ -16,6 +16,7 @@ from kvkeep_server.core.errors import (
 )
 from kvkeep_server.rpc import convert
 from kvkeep_server.rpc.calls import SESSION_KEY, Context, accept, refuse
+from kvkeep_server.rpc.checksums import sealed
 from kvkeep_server.service.remote import RemoteService
 from kvkeep_server.service.sessions import Session
 from kvkeep_server.service.streams import HURRIED_S, Place
@@ -109,14 +110,16 @@ class RemoteCalls:
                         "header", "missing", "a Commit, without data", "send it first"
                     )
                 commit = header.header
-                with self._remote.writing(session, convert.order_of(commit)) as writing:
+                order, crc32 = convert.order_of(commit), header.message_crc32
+                with self._remote.writing(session, order, crc32) as writing:
                     await self._receive(session, requests, place, writing)
                     running = self._remote.begin(session, commit.set_index, writing)
             except TimeoutError:
                 await self._end_stalled(session, place, context, "sent")
         # A cancelled call does not stop it.
         status = await asyncio.shield(running)
-        return pb.WriteResponse(commit=convert.commit_message(commit, status))
+        response = pb.WriteResponse(commit=convert.commit_message(commit, status))
+        return sealed(response, header.message_crc32)
 
     async def _receive(
         self,

@@ -4,7 +4,7 @@ To parse a message is work of the event loop that nobody can interrupt, and it g
 it, not by what of it is of use: 4 MiB of empty groups take 100 ms. So it is bounded before.
 """
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 import grpc
@@ -12,6 +12,7 @@ from google.protobuf.message import DecodeError
 
 from kvkeep_server.core.errors import InvalidArgumentError
 from kvkeep_server.core.keys import KEY_NBYTES_MAX
+from kvkeep_server.rpc import checksums
 from kvkeep_server.service.spec import GROUPS_MAX
 from kvkeep_server.service.writing import CHUNK_NBYTES_MAX
 
@@ -150,10 +151,12 @@ class RequestGuard(grpc.aio.ServerInterceptor):
     Args:
         methods: Full names, "/kvkeep.v1.BlockCache/Acquire"; others are not ours.
         limits: See there.
+        summed: What comes and goes is held against its CRC-32: see `checksums`.
     """
 
-    def __init__(self, *, methods: Iterable[str], limits: RequestLimits) -> None:
+    def __init__(self, *, methods: Iterable[str], limits: RequestLimits, summed: bool) -> None:
         """See the class."""
+        self._summed = summed
         self._names = {method: method.rpartition("/")[2] for method in methods}
         self._limits = limits
         self._guarded: dict[str, Any] = {}
@@ -174,19 +177,41 @@ class RequestGuard(grpc.aio.ServerInterceptor):
 
     def _guard(self, name: str, handler: Any) -> Any:  # noqa: ANN401 - see above
         parse, limits = handler.request_deserializer, self._limits
+        summed = self._summed and name in checksums.REQUESTS
 
         def parse_bounded(payload: bytes) -> object:
             refused = limits.refusal(name, payload)
             if refused is not None:
                 return refused
             try:
-                return parse(payload)
+                request = parse(payload)
             except DecodeError:
                 return no_message(name, len(payload))
+            # A chunk of a Write has a CRC-32 of its bytes.
+            if summed and (name != "Write" or request.HasField("header")):
+                return checksums.damage(name, payload) or request
+            return request
 
         kind = "_".join(
             "stream" if streaming else "unary"
             for streaming in (handler.request_streaming, handler.response_streaming)
         )
         make = getattr(grpc, f"{kind}_rpc_method_handler")
-        return make(getattr(handler, kind), parse_bounded, handler.response_serializer)
+        method = getattr(handler, kind)
+        if self._summed and name in checksums.ANSWERS:
+            method = _summed(kind, method)
+        return make(method, parse_bounded, handler.response_serializer)
+
+
+def _summed(kind: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method whose answers have their CRC-32. That of a Write puts it there itself: only it sees
+    the first message."""
+
+    async def one(request: Any, context: object) -> object:  # noqa: ANN401 - any that has the field
+        return checksums.sealed(await method(request, context), request.message_crc32)
+
+    async def each(request: Any, context: object) -> AsyncIterator[object]:  # noqa: ANN401 - as above
+        async for answer in method(request, context):
+            yield checksums.sealed(answer, request.message_crc32)
+
+    return {"unary_unary": one, "unary_stream": each}.get(kind, method)

@@ -78,9 +78,10 @@ class Server:
 
     Args:
         front: See there.
+        remote: Its clients are on other hosts.
     """
 
-    def __init__(self, front: Front) -> None:
+    def __init__(self, front: Front, *, remote: bool) -> None:
         """See the class. Needs a running loop, as grpc.aio does."""
         options = [
             ("grpc.max_receive_message_length", front.limits.message_nbytes_max),
@@ -90,7 +91,7 @@ class Server:
             ("grpc.so_reuseport", 0),
             *_BOUNDED_CONNECTIONS,
         ]
-        guard = RequestGuard(methods=METHODS, limits=front.limits)
+        guard = RequestGuard(methods=METHODS, limits=front.limits, summed=remote)
         limit = CallLimit(methods=METHODS, limits=front.running)
         interceptors = [front.meter, limit, guard]
         self._server = grpc.aio.server(options=options, interceptors=interceptors)
@@ -157,8 +158,9 @@ class Servers:
         beyond_loopback: bool,
     ) -> None:
         """See the class. Needs a running loop."""
-        self._local = Server(front)
-        self._remote = Server(replace(front, admin=remote_admin)) if remote_listen else None
+        self._local, self._remote = Server(front, remote=False), None
+        if remote_listen:
+            self._remote = Server(replace(front, admin=remote_admin), remote=True)
         self._remote_listen = remote_listen
         self._beyond_loopback = beyond_loopback
         self._all = [self._local] if self._remote is None else [self._local, self._remote]

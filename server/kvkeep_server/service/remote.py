@@ -93,15 +93,20 @@ class RemoteService:
         )
 
     @contextmanager
-    def writing(self, session: Session, order: CommitOrder) -> Iterator[Writing]:
+    def writing(self, session: Session, order: CommitOrder, crc32: int) -> Iterator[Writing]:
         """A commit whose bytes are about to come. The session's staging stays until it is left.
+
+        Args:
+            session: Whose it is.
+            order: The commit.
+            crc32: Of its header; what those of its bytes go on from.
 
         Raises:
             KVKeepError: As of a commit.
             ResourceExhaustedError: Also where an earlier one of the session still uses the places:
                 who did not wait for its answer must not get other bytes sealed under its keys.
         """
-        writing = Writing(self.service.batch(session, order), self._ram.run)
+        writing = Writing(self.service.batch(session, order), self._ram.run, crc32)
         own = self._writings.get(session.session_id, [])
         if any(writing.meets(one) for one in own):
             msg = "an earlier store still uses these places in the staging memory; try again"

@@ -25,6 +25,7 @@ class Writing:
     Args:
         batch: The commit.
         run: Runs work in a thread; a cancelled caller waits for its end.
+        crc32: What those of its chunks go on from.
 
     Attributes:
         batch: As given.
@@ -35,7 +36,10 @@ class Writing:
     """
 
     def __init__(
-        self, batch: CommitBatch, run: Callable[[Callable[[], None]], Awaitable[None]]
+        self,
+        batch: CommitBatch,
+        run: Callable[[Callable[[], None]], Awaitable[None]],
+        crc32: int,
     ) -> None:
         """See the class."""
         places = [
@@ -53,6 +57,7 @@ class Writing:
         self.received = 0
         self.batch = batch
         self._run = run
+        self._crc32 = crc32
         self._waiting: list[tuple[int, bytes, int]] = []
         self._waiting_nbytes = 0
 
@@ -110,7 +115,7 @@ class Writing:
 
         def lay() -> None:
             for offset, data, crc32 in chunks:
-                if zlib.crc32(data) != crc32:
+                if zlib.crc32(data, self._crc32) != crc32:
                     damaged.append(offset)
                     return
                 self._put(offset, memoryview(data))

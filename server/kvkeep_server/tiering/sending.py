@@ -40,6 +40,7 @@ class SendOrder:
         blocks: How many; 0 = all from there on.
         offset: First byte of each block.
         nbytes: Bytes of each; 0 = to its end.
+        crc32: What those of its chunks go on from.
     """
 
     lease_id: int
@@ -49,6 +50,7 @@ class SendOrder:
     blocks: int
     offset: int
     nbytes: int
+    crc32: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ class Chunk:
         block: Number in the column of the one that they begin in, or that the status is of.
         offset: Where in that block's range.
         data: The bytes; empty where there is a status.
-        crc32: Of the bytes.
+        crc32: Of the bytes, behind the order's.
         status: READY, or why the block does not come.
     """
 
@@ -81,6 +83,7 @@ class _Copy:
         ranges: Bytes wanted of each, as (offset, bytes).
         start: First byte, counted from the first block's range.
         stop: Behind the last.
+        crc32: What those of the chunks go on from.
         chunks: What came of it.
     """
 
@@ -92,6 +95,7 @@ class _Copy:
     ranges: tuple[int, int]
     start: int
     stop: int
+    crc32: int
     chunks: list[Chunk]
 
     def run(self) -> None:
@@ -103,7 +107,8 @@ class _Copy:
             end = min(start + CHUNK_NBYTES_MAX, stop)
             data = b"".join(self._parts(start, end, offset, nbytes))
             block, where = divmod(start, nbytes)
-            self.chunks.append(Chunk(self.first + block, where, data, zlib.crc32(data)))
+            crc32 = zlib.crc32(data, self.crc32)
+            self.chunks.append(Chunk(self.first + block, where, data, crc32))
         if good < len(self.views):
             self.chunks.append(Chunk(self.first + good, 0, status=BlockStatus.CORRUPT))
 
@@ -226,6 +231,7 @@ class Sending:
             ranges=(order.offset, size),
             start=start - low * size,
             stop=stop - low * size,
+            crc32=order.crc32,
             chunks=[],
         )
         self._residency.pin(lease.units)

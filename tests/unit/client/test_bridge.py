@@ -13,6 +13,7 @@ import pytest
 from kvkeep import bridge as module
 from kvkeep.bridge import Bridge
 from kvkeep.call_socket import CallSocket, PendingCall, Reply
+from kvkeep.checksums import seal
 from kvkeep.errors import UnavailableError
 from kvkeep.results import BlockStatus
 from kvkeep.v1 import block_cache_pb2 as pb
@@ -70,7 +71,8 @@ class FakeChannel:
             raise UnavailableError("gone")
         for number in range(request.first_block, request.first_block + request.blocks):
             data = content(request.lease_id, number)
-            yield pb.ReadResponse(block=number, data=data, status=READY, crc32=zlib.crc32(data))
+            crc32 = zlib.crc32(data, request.message_crc32)
+            yield pb.ReadResponse(block=number, data=data, status=READY, crc32=crc32)
 
     def arrivals(self, request, timeout_s, on_arrival):
         for answer in self.arrived:
@@ -78,7 +80,7 @@ class FakeChannel:
                 break
         return Reply(0, 0.0, b"")
 
-    def write(self, requests, timeout_s):
+    def write(self, requests, timeout_s, crc32):
         self.writes.append(list(requests))
         return self.write_ends.pop(0) if len(self.write_ends) > 1 else self.write_ends[0]
 
@@ -231,7 +233,8 @@ def test_a_commit_sends_what_lies_in_the_staging(bridged):
     (first, *rest) = bridged.channel.writes[0]
     assert first.header == request
     assert b"".join(one.data for one in rest) == content(9, 0) + content(9, 1)
-    assert all(zlib.crc32(one.data) == one.crc32 for one in rest)
+    assert all(zlib.crc32(one.data, first.message_crc32) == one.crc32 for one in rest)
+    assert first == seal("Write", pb.WriteRequest(header=request))
     assert rest[0].offset == 0
 
 

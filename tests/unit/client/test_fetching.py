@@ -49,6 +49,7 @@ class FakeChannel:
             if after is not None and at >= after:
                 if isinstance(what, Exception):
                     raise what
+                what.crc32 = what.crc32 or request.message_crc32
                 yield what
                 return
             block, offset = divmod(at, NBYTES)
@@ -58,7 +59,7 @@ class FakeChannel:
                 offset=offset,
                 data=piece,
                 status=READY,
-                crc32=zlib.crc32(piece),
+                crc32=zlib.crc32(piece, request.message_crc32),
             )
 
 

@@ -15,6 +15,7 @@ from kvkeep_server.service import writing as writing_module
 from kvkeep_server.service.writing import CHUNK_NBYTES_MAX, Writing
 
 STAGING_NBYTES = 1 << 16
+CRC32 = 77
 
 
 def batch_of(*groups):
@@ -38,7 +39,7 @@ def send(writing, chunks):
     async def run():
         at = 0
         for data in chunks:
-            await writing.take(at, data, zlib.crc32(data))
+            await writing.take(at, data, zlib.crc32(data, CRC32))
             at += len(data)
         await writing.finish()
 
@@ -52,7 +53,7 @@ def test_the_bytes_lie_where_the_commit_says(data):
     groups = [(1000, [at * 1024 for at in places[:split]])]
     groups += [(700, [at * 1024 for at in places[split:]])]
     batch = batch_of(*groups)
-    writing = Writing(batch, at_once)
+    writing = Writing(batch, at_once, CRC32)
     payload = np.random.default_rng(1).bytes(writing.nbytes)
     assert writing.nbytes == 1000 * split + 700 * (len(places) - split)
     edges = sorted(data.draw(st.sets(st.integers(1, max(1, len(payload) - 1)), max_size=30)))
@@ -80,11 +81,11 @@ def test_the_bytes_lie_where_the_commit_says(data):
     ids=["too little", "too much", "twice", "out of order", "empty", "too large"],
 )
 def test_a_stream_that_is_not_the_blocks_is_refused(chunks, field):
-    writing = Writing(batch_of((1000, [0, 4096])), at_once)
+    writing = Writing(batch_of((1000, [0, 4096])), at_once, CRC32)
 
     async def run():
         for offset, data in chunks:
-            await writing.take(offset, data, zlib.crc32(data))
+            await writing.take(offset, data, zlib.crc32(data, CRC32))
         await writing.finish()
 
     with pytest.raises(InvalidArgumentError) as refused:
@@ -93,11 +94,11 @@ def test_a_stream_that_is_not_the_blocks_is_refused(chunks, field):
 
 
 def test_damaged_bytes_are_refused():
-    writing = Writing(batch_of((1000, [0, 4096])), at_once)
+    writing = Writing(batch_of((1000, [0, 4096])), at_once, CRC32)
 
     async def run():
-        await writing.take(0, b"a" * 1000, zlib.crc32(b"a" * 1000))
-        await writing.take(1000, b"b" * 1000, zlib.crc32(b"a" * 1000))
+        await writing.take(0, b"a" * 1000, zlib.crc32(b"a" * 1000, CRC32))
+        await writing.take(1000, b"b" * 1000, zlib.crc32(b"a" * 1000, CRC32))
         await writing.finish()
 
     with pytest.raises(TierUnavailableError, match="from 1000 on"):
@@ -120,5 +121,5 @@ def test_damaged_bytes_are_refused():
     ],
 )
 def test_places_that_meet(ours, theirs, meet):
-    first, second = (Writing(batch_of((10, places)), at_once) for places in (ours, theirs))
+    first, second = (Writing(batch_of((10, places)), at_once, CRC32) for places in (ours, theirs))
     assert first.meets(second) is second.meets(first) is meet

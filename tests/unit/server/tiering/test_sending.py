@@ -12,6 +12,7 @@ from tests.fakes.core_harness import Harness, block_of, keys_of, salt_of, spec
 
 NBYTES = 5000
 COUNT = 12
+CRC32 = 77
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ def sent(harness, grant, keyspace, lives=lambda: None, **order):
     """All chunks of an order."""
     core = harness.core
     sending = Sending(residency=core.residency, ram=core.ram, removal=core.service.manager.removal)
-    facts = {"first": 0, "blocks": 0, "offset": 0, "nbytes": 0, **order}
+    facts = {"first": 0, "blocks": 0, "offset": 0, "nbytes": 0, "crc32": CRC32, **order}
     wanted = SendOrder(grant.lease.lease_id, 0, 0, **facts)
 
     async def collect():
@@ -50,7 +51,7 @@ def payload(chunks, size=NBYTES):
     for chunk in chunks:
         assert chunk.status is BlockStatus.READY
         assert (chunk.block - first) * size + chunk.offset == len(data)
-        assert zlib.crc32(chunk.data) == chunk.crc32
+        assert zlib.crc32(chunk.data, CRC32) == chunk.crc32
         assert 0 < len(chunk.data) <= CHUNK_NBYTES_MAX
         data += chunk.data
     return data
