@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from kvkeep.v1.block_cache_pb2 import OpenNamespaceResponse
 
 _RELEASE_TIMEOUT_S = 2.0
+_DEADLINE_EXCEEDED = 4
 
 
 class RemoteOpened(Opened):
@@ -99,13 +100,16 @@ class RemoteOpened(Opened):
 
         They are leased while they are sent. Two calls.
         """
-        until_s = time.monotonic() + self._remote.timeout_s
+        asked_s = time.monotonic()
+        until_s = asked_s + self._remote.timeout_s
         self.check_count(words.count)
         request = pb.AcquireRequest(
             set_index=self.set_index, keys=bytes(words.packed), groups=[group]
         )
         channel = self._remote.bridge.channel
         reply = channel.call("Acquire", request.SerializeToString(), self._remote.timeout_s)
+        if reply.status == _DEADLINE_EXCEEDED:
+            self.session.transport.calls.breaker.timed_out(asked_s)
         response = (
             pb.AcquireResponse() if reply.status else pb.AcquireResponse.FromString(reply.payload)
         )

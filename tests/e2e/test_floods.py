@@ -1,7 +1,6 @@
 """P24: while one client sends what costs most, as fast as it goes, others get their answers."""
 
 import contextlib
-import statistics
 import time
 
 import pytest
@@ -12,9 +11,9 @@ from tests.e2e import flooding_client
 from tests.fakes.client_process import client_processes
 from tests.fakes.daemon_process import running_daemon
 from tests.fakes.raw_session import RawSession
+from tests.fakes.rounds import rounds_within
 
 LAG_S = 0.05
-ROUNDS = 3
 ROUND_S = 0.4
 PAUSE_S = 0.002
 LARGE_CALLS = 10
@@ -66,8 +65,7 @@ def test_others_are_answered_beside_a_flood(daemon, flood, transport):
         opened = session.open_namespace(4096)
         request = pb.LookupRequest(set_index=opened.set_index, keys=b"k" * 32)
         with flooding(daemon, flood, transport):
-            rounds = [p99_s(session, request) for _ in range(ROUNDS)]
-    assert statistics.median(rounds) <= LAG_S, [round(s * 1000) for s in rounds]
+            rounds_within(lambda: p99_s(session, request), LAG_S)
     daemon.check_log()
 
 

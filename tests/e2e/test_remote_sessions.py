@@ -1,6 +1,7 @@
 """Sessions of clients on other hosts: how they end, and begin again."""
 
 import os
+import signal
 import time
 
 import pytest
@@ -165,3 +166,26 @@ def test_tickets_are_collected_from_another_host(tmp_path):
         wait_until(lambda: client.stats().leases == 0, 5.0, "leases are back")
         assert client.health is kvkeep.Health.ANSWERS
         daemon.check_log()
+
+
+def test_who_only_reads_learns_of_silence_too(daemon):
+    """P08: a few reads wait for a frozen daemon, the next ones come back at once."""
+    with connect(daemon.address, timeout_s=0.3) as client:
+        namespace = client.open_namespace(spec(NBYTES))
+        into = bytearray(BLOCKS * NBYTES)
+        daemon.send(signal.SIGSTOP)
+        try:
+            for _ in range(3):
+                assert namespace.read_into(KEYS, into) == 0
+            wait_until(lambda: namespace.read_into(KEYS, into) or silent(client), 2.0, "it knows")
+            began_s = time.monotonic()
+            for _ in range(100):
+                assert namespace.read_into(KEYS, into) == 0
+            assert time.monotonic() - began_s < 0.3
+        finally:
+            daemon.send(signal.SIGCONT)
+        wait_until(lambda: client.health is kvkeep.Health.ANSWERS, 2.0, "it answers")
+
+
+def silent(client):
+    return client.health is kvkeep.Health.SILENT
