@@ -261,8 +261,10 @@ class Acquired:
     def share(self) -> bytes:
         """What another process of this host needs to read under this lease: see `Namespace.join`.
 
-        Errors: LeaseLostError (nothing is leased, or it was given back).
+        Errors: LeaseLostError (nothing is leased, or it was given back), NotSupportedError (of a
+        client on another host).
         """
+        self._opened.check_joins()
         if not self._open:
             raise LeaseLostError(_GIVEN_BACK)
         columns = [

@@ -106,7 +106,7 @@ class Opened:
         return number
 
     def check_joins(self) -> None:
-        """Whether leases of other processes can be joined here. Errors: NotSupportedError."""
+        """Whether leases can be shared with other processes. Errors: NotSupportedError."""
 
     def checked_set(self, packed: bytes) -> int:
         """Handle of the set, for a call with these keys. Errors: InvalidArgumentError."""

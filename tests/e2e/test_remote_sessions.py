@@ -89,6 +89,19 @@ def test_a_client_attaches_again(tmp_path, promise_count):
     daemon.check_log()
 
 
+def test_a_lease_is_shared_on_the_daemons_host_only(daemon):
+    """What was fetched is this process's: its places would be others' blocks there."""
+    with connect(daemon.address, timeout_s=10.0) as client:
+        namespace = client.open_namespace(spec(NBYTES, model="shared"))
+        store_chain(namespace, KEYS)
+        with namespace.acquire(KEYS) as acquired:
+            assert acquired.leased == BLOCKS
+            with pytest.raises(kvkeep.NotSupportedError, match="daemon's host"):
+                acquired.share()
+            with pytest.raises(kvkeep.NotSupportedError, match="daemon's host"):
+                namespace.join(b"")
+
+
 def test_nobody_there_is_told_at_once():
     with pytest.raises(kvkeep.UnavailableError, match=r"127\.0\.0\.1:1: .*remote\.listen"):
         kvkeep.connect(address="127.0.0.1:1", timeout_s=5.0)
