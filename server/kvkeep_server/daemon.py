@@ -295,12 +295,11 @@ class Daemon:
         try:
             await server.start(directory / SOCKET_NAME, self._settings.server.socket_mode)
             handover.start()
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, FailedPreconditionError) as error:
             scraped.close()
             await server.stop(0)
             (directory / SOCKET_NAME).unlink(missing_ok=True)
-            msg = f"cannot listen in {directory}: {error}; name another --runtime-dir"
-            raise FailedPreconditionError(msg) from error
+            raise _cannot_listen(directory, error) from error
         await server.say_serving()
         readings.serving = True
         # What was built to start lives as long as the daemon: no collection needs to look at it.
@@ -456,6 +455,13 @@ async def _tell_health(server: Servers, nvme: NvmeSide | None) -> None:
             told = well
             await server.say_nvme(well=well)
         await asyncio.sleep(_HEALTH_PERIOD_S)
+
+
+def _cannot_listen(directory: Path, error: Exception) -> FailedPreconditionError:
+    if isinstance(error, FailedPreconditionError):
+        return FailedPreconditionError(str(error))
+    msg = f"cannot listen in {directory}: {error}; name another --runtime-dir"
+    return FailedPreconditionError(msg)
 
 
 def _unlink_sockets(directory: Path) -> None:

@@ -2,13 +2,14 @@
 
 import os
 import signal
+import socket
 import time
 
 import pytest
 
 import kvkeep
 from tests.fakes.client_process import client_processes
-from tests.fakes.daemon_process import DaemonProcess, running_daemon
+from tests.fakes.daemon_process import SMALL, DaemonProcess, running_daemon
 from tests.fakes.generated_blocks import blocks_of, chain_keys, place_of, spec, store_chain
 from tests.fakes.waiting import wait_until
 from tests.fakes.ways import LISTEN, at_one_port, connect
@@ -100,6 +101,24 @@ def test_a_lease_is_shared_on_the_daemons_host_only(daemon):
                 acquired.share()
             with pytest.raises(kvkeep.NotSupportedError, match="daemon's host"):
                 namespace.join(b"")
+
+
+@pytest.mark.parametrize(("host", "why"), [("127.0.0.1", "in use"), ("192.0.2.1", "assign")])
+def test_a_port_that_is_not_to_be_had_is_one_line(tmp_path, host, why):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        listen = f"{host}:{taken.getsockname()[1]}"
+        remote = f'[remote]\nlisten = "{listen}"\ninsecure_beyond_loopback = true\n'
+        daemon = DaemonProcess(tmp_path, SMALL + remote)
+        daemon.launch()
+        try:
+            assert daemon.process.wait(20) == 1
+        finally:
+            daemon.kill()
+    (line,) = daemon.log.splitlines()
+    assert line.startswith(f"kvkeep: remote.listen is {listen}: ")
+    assert why in line
+    assert line.endswith("; name another address or port")
+    assert not daemon.socket.exists()
 
 
 def test_nobody_there_is_told_at_once():

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import socket
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -139,6 +140,16 @@ class Server:
         await self._server.stop(grace_s)
 
 
+def _try_listening(host: str, port: int) -> None:
+    """Ahead of gRPC, which writes lines of its own where it cannot.
+
+    Raises:
+        OSError: It cannot be.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    socket.create_server((host, port), family=family).close()
+
+
 class Servers:
     """All that listens with gRPC: the unix socket, and TCP for other hosts where that is wanted.
 
@@ -176,9 +187,12 @@ class Servers:
         if self._remote is not None:
             host, port = listen_address(self._remote_listen)
             try:
+                _try_listening(host, port)
                 bound = await self._remote.start_remote(host, port)
-            except RuntimeError as error:
-                msg = f"remote.listen is {self._remote_listen}: taken, or not of this host"
+            except (OSError, RuntimeError) as error:
+                number = getattr(error, "errno", None)
+                why = os.strerror(number) if number else "taken, or not of this host"
+                msg = f"remote.listen is {self._remote_listen}: {why}"
                 raise FailedPreconditionError(f"{msg}; name another address or port") from error
             _log.info("remote", extra={"host": host, "port": bound})
             if self._beyond_loopback:
