@@ -7,6 +7,10 @@ import sys
 
 # What every record has; the rest are the fields of the event, given with `extra`.
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+# Names of errors of protobuf and of gRPC: see `_News`.
+_TOLD = frozenset({"DecodeError", "ExecuteBatchError"})
+_NO_TEXT = "calls came with metadata that is no text"
+_SELDOM_S = 60.0
 
 
 def log_to_stderr(*, level: str, form: str) -> None:
@@ -17,16 +21,42 @@ def log_to_stderr(*, level: str, form: str) -> None:
         form: "text" or "json".
     """
     handler = logging.StreamHandler(sys.stderr)
-    handler.addFilter(_is_news)
+    handler.addFilter(_News())
     handler.setFormatter(JsonLines() if form == "json" else TextLines())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-    """Not what gRPC says of a message that is no protobuf: whoever may connect could fill the log
-    with tracebacks, and the caller was told."""
-    kind = record.exc_info[0] if record.exc_info else None
-    return not (record.name.startswith("grpc") and kind and kind.__name__ == "DecodeError")
+class _News:
+    """A filter of what gRPC logs with a traceback though a peer alone brings it about: whoever may
+    connect could fill the log, and with what he sent.
+
+    That a message was no protobuf its caller was told, and that a connection ended under an answer
+    is the end of a client. Of metadata that is no text there is one line in a while.
+    """
+
+    def __init__(self) -> None:
+        """Of one handler."""
+        self._unsaid = 0
+        self._again_s = 0.0
+
+    def __call__(self, record: logging.LogRecord) -> bool:
+        """Whether it is to be written."""
+        kind = record.exc_info[0] if record.exc_info else None
+        if kind is None or not record.name.startswith("grpc"):
+            return True
+        if kind is UnicodeDecodeError:
+            return self._said_seldom(record)
+        return kind.__name__ not in _TOLD
+
+    def _said_seldom(self, record: logging.LogRecord) -> bool:
+        self._unsaid += 1
+        if record.created < self._again_s:
+            return False
+        record.msg, record.args, record.exc_info, record.exc_text = _NO_TEXT, (), None, None
+        record.levelno, record.levelname = logging.WARNING, "WARNING"
+        record.times = self._unsaid
+        self._unsaid, self._again_s = 0, record.created + _SELDOM_S
+        return True
 
 
 class TextLines(logging.Formatter):
