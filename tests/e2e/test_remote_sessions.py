@@ -54,6 +54,8 @@ def test_what_a_client_held_comes_back(daemon, end, bound_s):
         assert took_s <= bound_s
         assert client.stats().leases == 0
         assert namespace.lookup(KEYS).blocks == BLOCKS
+        reason = "silent" if end == "stop" else '"its Attach stream ended"'
+        assert daemon.log.count(f"remote=True reason={reason}") >= 2
 
 
 @pytest.mark.promise("P13", gate=2, nightly=30, unit="restarts seen from another host")

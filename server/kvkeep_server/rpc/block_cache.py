@@ -52,7 +52,7 @@ class BlockCacheServicer(pb_grpc.BlockCacheServicer):
         finally:
             heartbeats.cancel()
             if session.remote:
-                self._service.sessions.end(session.session_id, "client closed")
+                self._service.sessions.end(session.session_id, "its Attach stream ended")
 
     async def _heartbeats(self, request: AsyncIterator[pb.AttachRequest], session: Session) -> None:
         async for beat in request:

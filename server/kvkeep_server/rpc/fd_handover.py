@@ -361,7 +361,6 @@ class FdHandover:
         self._end(session_id, "sent more than a hello" if packet else "client closed")
 
     def _end(self, session_id: int, reason: str) -> None:
-        _log.info("session ended", extra={"session": session_id, "reason": reason})
         self._sessions.pop(session_id).close()
         self._opener.end(session_id, reason)
 

@@ -7,6 +7,7 @@ it held comes back: its leases now, its staging memory when the copies that run 
 
 import asyncio
 import contextlib
+import logging
 import random
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -29,6 +30,8 @@ TOKEN_NBYTES = 32
 CLIENT_NAME_NBYTES_MAX = 256
 _EVENTS_QUEUED_MAX = 4096
 _PAGE_NBYTES = 4096
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,11 +338,14 @@ class Sessions:
         return session
 
     def end(self, session_id: int, reason: str) -> None:
-        """Ends a session; unknown ids are ignored, so that EOF and timeout may both come."""
+        """Ends a session, and says why; unknown ids are ignored, so that EOF and timeout may both
+        come."""
         session = self._by_id.pop(session_id, None)
         if session is None:
             return
         del self._by_token[session.token]
+        facts = {"session": session_id, "remote": session.remote, "reason": reason}
+        _log.info("session ended", extra=facts)
         self.ended_total += 1
         session.over = True
         session.news.set()
