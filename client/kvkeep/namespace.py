@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -115,7 +116,9 @@ class Namespace(Upkeep):
     def lookup(self, keys: Keys, *, hints: Hints | None = None) -> Lookup:
         """The longest usable prefix of `keys`. No call, no lease.
 
-        What is found may leave at any time: act on it with `acquire` or `read_into`.
+        What is found may leave at any time: act on it with `acquire` or `read_into`. From another
+        host one call: a daemon that does not answer costs the client's `timeout_s`, and when that
+        is known nothing, until it answers again.
 
         Errors: InvalidArgumentError (keys that are none, or of another length).
         """
@@ -251,7 +254,8 @@ class Namespace(Upkeep):
         `buffers` is one contiguous writable buffer of len(keys) * block_nbytes bytes, or a list
         of one buffer of block_nbytes bytes a key. Beyond the blocks counted their content is
         undefined. `rank` may be left out when one rank is local. No call and no lease on x86-64;
-        elsewhere one `acquire`. For callers that can compute at once what is missing.
+        elsewhere one `acquire`. For callers that can compute at once what is missing. From another
+        host it takes up to the client's `timeout_s`, as `lookup` does.
 
         Errors: InvalidArgumentError. Everything else means fewer blocks.
         """
@@ -300,7 +304,9 @@ class Namespace(Upkeep):
 
         `parent_key` is the key before the first, None when that one begins its chain. What is
         new is asked of the shared index; room for it is taken in the session's staging memory,
-        waiting up to `timeout_s` for other stores to give it back. All FULL groups of the
+        waiting for other stores to give it back. It takes up to `timeout_s`, all in all. From
+        another host what is new is a call; with a `timeout_s` of 0 nothing is asked, every block
+        is offered as new, and those that are there answer ALREADY_STORED. All FULL groups of the
         namespace are stored together. `positions` says of which keys, ascending, there are blocks
         of WINDOW and STATE groups, by group; groups that it does not name store nothing. What is
         stored of one key becomes visible together.
@@ -310,8 +316,11 @@ class Namespace(Upkeep):
         go there, and are not waited for.
 
         Errors: InvalidArgumentError (among others: more new blocks than the staging memory
-        holds: store fewer, or use `store_blocks`), UnavailableError, ResourceExhaustedError.
+        holds: store fewer, or use `store_blocks`), UnavailableError, ResourceExhaustedError;
+        DeadlineError from another host.
         """
+        deadline_s = deadline_of(timeout_s, self._timeout_s)
+        until_s = time.monotonic() + deadline_s
         key_nbytes = self.spec.key_nbytes
         packed = bytes(pack_keys(keys, key_nbytes))
         parent = checked_parent(parent_key, key_nbytes)
@@ -319,9 +328,8 @@ class Namespace(Upkeep):
         opened = self._ready()
         rank = opened.rank_or_only(rank)
         words, level = Words(packed, key_nbytes), ack_level(ack)
-        new = opened.new_blocks(words, rank, positions, on_nvme=ack != "ram")
+        new = opened.new_blocks(words, rank, positions, on_nvme=ack != "ram", within_s=deadline_s)
         first = min((own[0] for own in new.values() if own), default=words.count)
-        deadline_s = deadline_of(timeout_s, self._timeout_s)
         template = pb.CommitRequest(
             set_index=opened.set_index,
             rank=rank,
@@ -339,7 +347,7 @@ class Namespace(Upkeep):
             timeout_s=deadline_s,
             tickets=self._tickets,
         )
-        store.allocate()
+        store.allocate(max(0.0, until_s - time.monotonic()))
         return store
 
     def store_blocks(

@@ -233,12 +233,15 @@ class Opened:
         positions: Mapping[int, Sequence[int]] | None,
         *,
         on_nvme: bool,
+        within_s: float,
     ) -> dict[int, Sequence[int]]:
         """Positions of the keys whose blocks of one rank are to be stored, by group.
 
         `positions` are those of WINDOW and STATE groups that have a block. With `on_nvme` what
-        lies in ram only is to be stored, too. Errors: InvalidArgumentError.
+        lies in ram only is to be stored, too. `within_s` is for a call, which this makes none.
+        Errors: InvalidArgumentError.
         """
+        del within_s
         wanted = self._wanted(words, positions)
         new: dict[int, Sequence[int]] = {}
         if self.full_groups:

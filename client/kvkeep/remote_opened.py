@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING
 
 from kvkeep.call_socket import Reply
 from kvkeep.convert import hints_message
-from kvkeep.errors import InvalidArgumentError, KVKeepError, NotSupportedError
+from kvkeep.errors import (
+    InvalidArgumentError,
+    KVKeepError,
+    NotSupportedError,
+    UnavailableError,
+)
 from kvkeep.opened import Opened
 from kvkeep.reading import Wanted, put_into, read_blocks
 from kvkeep.remote import RemoteSession
@@ -39,12 +44,12 @@ class RemoteOpened(Opened):
         super().__init__(session, spec, response)
         self._remote = session
 
-    def _ask(self, words: Words, request: pb.LookupRequest) -> pb.LookupResponse:
+    def _ask(self, words: Words, request: pb.LookupRequest, within_s: float) -> pb.LookupResponse:
         """The daemon's answer, about as many of the leading keys as one call may have."""
         request.set_index = self.set_index
         most = (self.limits.keys_max or words.count) * self._key_nbytes
         request.keys = bytes(words.packed[:most])
-        return self.session.transport.lookup(request, self._remote.timeout_s)
+        return self.session.transport.lookup(request, within_s)
 
     def check_joins(self) -> None:
         """What another process fetched is not here."""
@@ -53,7 +58,8 @@ class RemoteOpened(Opened):
     def lookup(self, words: Words, hints: Hints | None) -> Lookup:
         """The longest usable prefix of at least one key. One call; no answer finds nothing."""
         try:
-            found = self._ask(words, pb.LookupRequest(hints=hints_message(hints)))
+            request = pb.LookupRequest(hints=hints_message(hints))
+            found = self._ask(words, request, self._remote.timeout_s)
         except InvalidArgumentError:
             raise
         except KVKeepError:
@@ -80,8 +86,10 @@ class RemoteOpened(Opened):
         positions: Mapping[int, Sequence[int]] | None,
         *,
         on_nvme: bool,
+        within_s: float,
     ) -> dict[int, Sequence[int]]:
         """As of `Opened`, as far as one look-up tells: what else is there answers ALREADY_STORED.
+        With no time for one that is everything.
 
         Errors: also those of a call.
         """
@@ -89,8 +97,8 @@ class RemoteOpened(Opened):
         new: dict[int, Sequence[int]] = {}
         if self.full_groups:
             found = 0
-            if words.count and not on_nvme:
-                groups = self._ask(words, pb.LookupRequest(peek=True)).groups
+            if words.count and within_s and not on_nvme:
+                groups = self._ask(words, pb.LookupRequest(peek=True), within_s).groups
                 found = groups[self.full_groups[0]].prefix_blocks
             new = dict.fromkeys(self.full_groups, range(found, words.count))
         return {**new, **wanted}
@@ -106,7 +114,11 @@ class RemoteOpened(Opened):
         request = pb.AcquireRequest(
             set_index=self.set_index, keys=bytes(words.packed), groups=[group]
         )
-        channel = self._remote.bridge.channel
+        try:
+            channel = self._remote.bridge.channel
+            self.session.transport.calls.require_answers("Acquire")
+        except UnavailableError:
+            return 0
         reply = channel.call("Acquire", request.SerializeToString(), self._remote.timeout_s)
         if reply.status == _DEADLINE_EXCEEDED:
             self.session.transport.calls.breaker.timed_out(asked_s)

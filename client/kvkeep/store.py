@@ -72,8 +72,8 @@ class Store:
         self._offsets: dict[int, list[int]] = {}
         self._views: dict[int, list[memoryview]] = {}
 
-    def allocate(self) -> None:
-        """Take room in the staging memory for every new block.
+    def allocate(self, within_s: float) -> None:
+        """Take room in the staging memory for every new block, waiting so long for it.
 
         Errors: InvalidArgumentError, ResourceExhaustedError.
         """
@@ -81,7 +81,7 @@ class Store:
         try:
             for group in self.groups:
                 nbytes = self._opened.block_nbytes[group]
-                offsets = staging.allocate(nbytes, len(self._new[group]), self._timeout_s)
+                offsets = staging.allocate(nbytes, len(self._new[group]), within_s)
                 self._offsets[group] = offsets
                 self._views[group] = [staging.region[at : at + nbytes] for at in offsets]
         except BaseException:

@@ -14,9 +14,12 @@ import pytest
 
 import kvkeep
 from kvkeep.remote import RemoteSession
+from kvkeep.results import NOTHING_FOUND
 from kvkeep.v1 import block_cache_pb2 as pb
 from kvkeep.v1 import block_cache_pb2_grpc as pb_grpc
+from kvkeep_server.rpc.checksums import sealed
 from tests.fakes.waiting import wait_until
+from tests.unit.client.conftest import BLOCK_NBYTES, chain, spec
 
 TIMEOUT_S = 5.0
 # An HTTP/2 client says this first; then frames: three bytes of length, type, flags, stream.
@@ -141,17 +144,18 @@ class HalfDaemon(pb_grpc.BlockCacheServicer):
         hears: It answers them.
         attached: How often a session began.
         asked: Releases that came; none is answered until `released`.
+        looked_up: Look-ups that came, of which the same holds; and so it is of acquires.
     """
 
     def __init__(self):
         self.hears = True
-        self.attached = self.asked = 0
+        self.attached = self.asked = self.looked_up = 0
         self.released = threading.Event()
 
     def Attach(self, request_iterator, context):  # noqa: N802 - a method of the wire
         self.attached += 1
         attached = pb.Attached(
-            server_epoch=1, session_timeout_ms=600, session_token=bytes(32), staging_nbytes=4096
+            server_epoch=1, session_timeout_ms=600, session_token=bytes(32), staging_nbytes=1 << 20
         )
         yield pb.AttachEvent(attached=attached)
         with contextlib.suppress(grpc.RpcError):
@@ -159,14 +163,25 @@ class HalfDaemon(pb_grpc.BlockCacheServicer):
                 if self.hears:
                     yield pb.AttachEvent(heard=pb.Heard(heartbeat=beat.heartbeat))
 
+    def OpenNamespace(self, request, context):  # noqa: N802 - a method of the wire
+        ranks = [pb.RankNamespace(rank=0, namespace_id=bytes(16))]
+        response = pb.OpenNamespaceResponse(set_index=1, ranks=ranks, slot_nbytes=[12288])
+        return sealed(response, request.message_crc32)
+
     def Lookup(self, request, context):  # noqa: N802 - a method of the wire
+        self.looked_up += 1
         self.released.wait(10.0)
-        return pb.LookupResponse()
+        response = pb.LookupResponse(groups=[pb.GroupPrefix(group=0)])
+        return sealed(response, request.message_crc32)
+
+    def Acquire(self, request, context):  # noqa: N802 - a method of the wire
+        self.released.wait(10.0)
+        return sealed(pb.AcquireResponse(), request.message_crc32)
 
     def Release(self, request, context):  # noqa: N802 - a method of the wire
         self.asked += 1
         self.released.wait(10.0)
-        return pb.ReleaseResponse()
+        return sealed(pb.ReleaseResponse(), request.message_crc32)
 
 
 @pytest.fixture
@@ -200,6 +215,59 @@ def test_calls_that_nobody_answers_end_the_session(half_daemon, monkeypatch):
         wait_until(lambda: half_daemon.attached == 2, 5.0, "it attaches anew")
         assert not session.alive
         assert half_daemon.asked == 1
+
+
+def took_s(call):
+    """Seconds that a call took, and what it came to."""
+    began_s = time.monotonic()
+    try:
+        answer = call()
+    except kvkeep.KVKeepError as error:
+        answer = error
+    return time.monotonic() - began_s, answer
+
+
+def test_a_store_waits_no_longer_than_it_may(half_daemon):
+    keys = chain(3)
+    with kvkeep.connect(address=half_daemon.address, timeout_s=TIMEOUT_S) as client:
+        namespace = client.open_namespace(spec())
+        within_s, store = took_s(lambda: namespace.store(keys, timeout_s=0))
+        assert (list(store.new), half_daemon.looked_up) == ([0, 1, 2], 0)
+        assert within_s < TIMEOUT_S / 2
+        store.abort()
+        within_s, error = took_s(lambda: namespace.store(keys, timeout_s=0.2))
+        assert isinstance(error, kvkeep.DeadlineError)
+        assert half_daemon.looked_up == 1
+        assert within_s < TIMEOUT_S / 2
+
+
+def test_room_is_waited_for_in_what_is_left(half_daemon):
+    """The look-up, and another store that has it all."""
+    with kvkeep.connect(address=half_daemon.address, timeout_s=TIMEOUT_S) as client:
+        namespace = client.open_namespace(spec())
+        full = namespace.store(chain(80), timeout_s=0)
+        threading.Timer(1.0, half_daemon.released.set).start()
+        within_s, error = took_s(lambda: namespace.store(chain(30, "b"), timeout_s=1.5))
+        assert isinstance(error, kvkeep.ResourceExhaustedError)
+        assert within_s < 2.3
+        full.abort()
+
+
+def test_what_is_silent_is_not_asked(half_daemon, monkeypatch):
+    """Also when nobody but a read asks."""
+    monkeypatch.setattr(RemoteSession, "silence_max_s", 60.0)
+    keys, timeout_s = chain(3), 0.3
+    into = bytearray(3 * BLOCK_NBYTES)
+    with kvkeep.connect(address=half_daemon.address, timeout_s=timeout_s) as client:
+        namespace = client.open_namespace(spec())
+        assert took_s(lambda: namespace.read_into(keys, into))[1] == 0
+        time.sleep(0.3)
+        within_s, read = took_s(lambda: namespace.read_into(keys, into))
+        assert (read, client.health) == (0, kvkeep.Health.SILENT)
+        assert within_s < timeout_s / 2
+        within_s, found = took_s(lambda: namespace.lookup(keys))
+        assert (found, half_daemon.looked_up) == (NOTHING_FOUND, 0)
+        assert within_s < timeout_s / 2
 
 
 def read_on(file):

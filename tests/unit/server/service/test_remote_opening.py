@@ -59,6 +59,35 @@ def open_fds():
     return set(os.listdir("/proc/self/fd"))
 
 
+def test_each_end_is_told_once_with_its_reason(sessions, caplog):
+    caplog.set_level("INFO", "kvkeep_server")
+    welcome = close_offers(asyncio.run(sessions.open(hello(PAGE))))
+    far = asyncio.run(sessions.open_remote(hello(PAGE))).session_id
+    for session, reason in ((far, "silent"), (welcome.session_id, "closed"), (far, "closed")):
+        sessions.end(session, reason)
+    ended = [one for one in caplog.records if one.message == "session ended"]
+    assert [(one.session, one.remote, one.reason) for one in ended] == [
+        (far, True, "silent"),
+        (welcome.session_id, False, "closed"),
+    ]
+
+
+def test_heartbeats_from_another_host_are_answered(sessions):
+    async def run():
+        session = await sessions.open_remote(hello(PAGE))
+        events = sessions.listen(session)
+        await anext(events)
+        for number in (2, 3):
+            sessions.hear(session, number)
+            told = await anext(events)
+            assert (told.name, told.values) == ("heard", {"heartbeat": number})
+        sessions.end(session.session_id, "closed")
+        sessions.hear(session, 4)
+        assert [told async for told in events] == []
+
+    asyncio.run(run())
+
+
 def test_a_remote_session_is_told_its_token_and_its_staging(sessions):
     async def run():
         session = await sessions.open_remote(hello(3 * PAGE))

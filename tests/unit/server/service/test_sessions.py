@@ -306,19 +306,6 @@ def test_silence_is_measured_from_the_last_sign_of_life(sessions, clock):
     assert sessions.silent() == [quiet, calling, beating]
 
 
-def test_each_end_is_told_once_with_its_reason(sessions, caplog):
-    caplog.set_level("INFO", "kvkeep_server")
-    one = attach(sessions, PAGE)
-    other = asyncio.run(sessions.open_remote(hello(PAGE)))
-    for session, reason in ((other, "silent"), (one, "client closed"), (one, "silent")):
-        sessions.end(session.session_id, reason)
-    ended = [one for one in caplog.records if one.message == "session ended"]
-    assert [(one.session, one.remote, one.reason) for one in ended] == [
-        (other.session_id, True, "silent"),
-        (one.session_id, False, "client closed"),
-    ]
-
-
 def test_who_ends_otherwise_is_hung_up_on(sessions):
     """A frozen client that thaws must notice."""
     sessions.sender = sender = Sender()
