@@ -37,14 +37,16 @@ class Breaker:
         send_probe: Callable[[], None],
         take: Callable[[], bool | None],
         on_change: Callable[[], None],
+        probe_s: float = PROBE_S,
     ) -> None:
         """`send_probe` leads to `probed`, in `take` at the latest: that takes what has come, and
         says whether there was something, None = another is at it. `on_change` hears of `open`, and
-        when to `go_on`."""
+        when to `go_on`. `probe_s`: how long the way there and back and an answer may take."""
         self.open = False
         self._send_probe = send_probe
         self._take = take
         self._on_change = on_change
+        self._probe_s = probe_s
         # When the probe that is under way is overdue.
         self._due_s: float | None = None
 
@@ -87,7 +89,7 @@ class Breaker:
 
     def _probe(self, due_s: float = 0.0) -> None:
         try:
-            self._due_s = max(time.monotonic() + PROBE_S, due_s)
+            self._due_s = max(time.monotonic() + self._probe_s, due_s)
             self._send_probe()
         except BaseException:
             self._due_s = None

@@ -27,7 +27,7 @@ from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kvkeep.breaker import Breaker
+from kvkeep.breaker import PROBE_S, Breaker
 from kvkeep.errors import DeadlineError, SessionLostError, UnavailableError
 from kvkeep.v1.session_pb2 import CallMethod
 from kvkeep.waking import NAP_S, EventFd, release
@@ -152,8 +152,11 @@ class CallSocket:
         unattended: Calls that nobody waits for, whose replies matter all the same.
     """
 
-    def __init__(self, fd: int, *, on_change: Callable[[], None] = lambda: None) -> None:
-        """Takes `fd` over. `on_change`: `breaker`, `unattended` or `unsent` has news."""
+    def __init__(
+        self, fd: int, *, probe_s: float = PROBE_S, on_change: Callable[[], None] = lambda: None
+    ) -> None:
+        """Takes `fd` over. `probe_s`: see `Breaker`. `on_change`: `breaker`, `unattended` or
+        `unsent` has news."""
         self._socket = socket.socket(fileno=fd)
         self._fd = fd
         self._ids = itertools.count()
@@ -161,7 +164,9 @@ class CallSocket:
         self._sleepers: dict[int, PendingCall] = {}
         self._outbox: deque[PendingCall] = deque()
         self.unattended: set[int] = set()
-        self.breaker = Breaker(send_probe=self._send_probe, take=self.take, on_change=on_change)
+        self.breaker = Breaker(
+            send_probe=self._send_probe, take=self.take, on_change=on_change, probe_s=probe_s
+        )
         self._on_change = on_change
         # Guards the turns, and `PendingCall.wake`.
         self._lock = threading.Lock()

@@ -39,6 +39,8 @@ class _Life(FdSocket):
 class RemoteSession(Session):
     """As `Session`; its chunks are what leases show, fetched, and its staging is this process's."""
 
+    # Far away: a few round trips across an ocean.
+    probe_s = 1.0
     # The way there may be dead where another is not.
     silence_max_s = 5.0
 

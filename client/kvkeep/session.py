@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from kvkeep.breaker import PROBE_S
 from kvkeep.call_socket import CallSocket
 from kvkeep.errors import SessionLostError, UnavailableError
 from kvkeep.fd_socket import Delivery, FdSocket, close_all
@@ -69,6 +70,7 @@ class Session:
         touch_ring: This session's.
         transport: For calls.
         modes: Of the namespace sets that are open, as far as the daemon told.
+        probe_s: How long the daemon may take to answer a probe.
         silence_max_s: After so long without an answer to a probe it is better to attach anew.
         over: Handles of namespace sets whose epoch is over.
     """
@@ -76,6 +78,7 @@ class Session:
     server_epoch: int
     touch_ring: TouchRing
     transport: Transport
+    probe_s = PROBE_S
     # A daemon that was frozen for less goes on with its sessions, and their leases.
     silence_max_s = 60.0
 
@@ -171,7 +174,8 @@ class Session:
         elif description.kind == FdKind.FD_KIND_TOUCH_RING:
             self.touch_ring = TouchRing(map_region(fd, nbytes, writable=True))
         elif description.kind == FdKind.FD_KIND_CALLS:
-            self._calls = CallSocket(os.dup(fd), on_change=self._changed)
+            dup = os.dup(fd)
+            self._calls = CallSocket(dup, probe_s=self.probe_s, on_change=self._changed)
 
     def _changed(self) -> None:
         self.on_change()

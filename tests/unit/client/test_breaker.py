@@ -44,6 +44,22 @@ def daemon(monkeypatch):
     return Daemon(monkeypatch)
 
 
+def test_who_is_far_away_has_longer(daemon):
+    far = Breaker(send_probe=daemon.probe, take=daemon.take, on_change=daemon.changed, probe_s=1.0)
+    daemon.breaker = far
+    daemon.times_out(0.5)
+    daemon.now_s += 0.9
+    far.check()
+    assert daemon.changes == []
+    daemon.now_s += 0.2
+    far.check()
+    assert daemon.changes == [True]
+    far.probed()
+    daemon.now_s += 0.9
+    far.probed()
+    assert daemon.changes == [True, False]
+
+
 def test_short_deadlines_of_a_daemon_that_answers_open_nothing(daemon):
     for _ in range(50):
         daemon.times_out(0.001)

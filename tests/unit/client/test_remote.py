@@ -206,6 +206,7 @@ def test_heartbeats_that_nobody_answers_end_the_session(half_daemon):
 
 def test_calls_that_nobody_answers_end_the_session(half_daemon, monkeypatch):
     monkeypatch.setattr(RemoteSession, "silence_max_s", 0.5)
+    monkeypatch.setattr(RemoteSession, "probe_s", 0.1)
     with kvkeep.connect(address=half_daemon.address, timeout_s=TIMEOUT_S) as client:
         session = client._keeper.require()
         for _ in range(3):
@@ -256,6 +257,7 @@ def test_room_is_waited_for_in_what_is_left(half_daemon):
 def test_what_is_silent_is_not_asked(half_daemon, monkeypatch):
     """Also when nobody but a read asks."""
     monkeypatch.setattr(RemoteSession, "silence_max_s", 60.0)
+    monkeypatch.setattr(RemoteSession, "probe_s", 0.1)
     keys, timeout_s = chain(3), 0.3
     into = bytearray(3 * BLOCK_NBYTES)
     with kvkeep.connect(address=half_daemon.address, timeout_s=timeout_s) as client:
