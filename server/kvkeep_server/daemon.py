@@ -7,8 +7,9 @@ import os
 import random
 import socket
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -279,7 +280,8 @@ class Daemon:
             try:
                 await core.ram.grow()
                 async with nvme_at_work(core.nvme, stopping, self._draining.left_s):
-                    await self._serve(core, directory, stopping)
+                    with _held(directory) as held:
+                        await self._serve(core, held, stopping)
             finally:
                 core.close()
         finally:
@@ -299,14 +301,14 @@ class Daemon:
             scraped.close()
             await server.stop(0)
             (directory / SOCKET_NAME).unlink(missing_ok=True)
-            raise _cannot_listen(directory, error) from error
+            named = Path(self._settings.server.runtime_dir)
+            raise _cannot_listen(named, error) from error
         await server.say_serving()
         readings.serving = True
         # What was built to start lives as long as the daemon: no collection needs to look at it.
         gc.freeze()
-        _log.info(
-            "serving", extra={"runtime_dir": str(directory), "server_epoch": self._server_epoch}
-        )
+        runtime_dir, epoch = self._settings.server.runtime_dir, self._server_epoch
+        _log.info("serving", extra={"runtime_dir": runtime_dir, "server_epoch": epoch})
         upkeep = asyncio.create_task(
             _all(
                 keep_up(core.service, core.room, self._clock, readings.loop_lag),
@@ -462,6 +464,17 @@ def _cannot_listen(directory: Path, error: Exception) -> FailedPreconditionError
         return FailedPreconditionError(str(error))
     msg = f"cannot listen in {directory}: {error}; name another --runtime-dir"
     return FailedPreconditionError(msg)
+
+
+@contextmanager
+def _held(directory: Path) -> Iterator[Path]:
+    """A name of a directory that stays its own when another takes its place: who ends must not
+    unlink, nor let gRPC unlink, the sockets of a daemon that serves there by then."""
+    fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield Path(f"/proc/self/fd/{fd}")
+    finally:
+        os.close(fd)
 
 
 def _unlink_sockets(directory: Path) -> None:

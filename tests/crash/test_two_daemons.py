@@ -1,6 +1,7 @@
 """P30: of the daemons that want one directory exactly one serves; the others say who does."""
 
 import re
+import shutil
 import signal
 import socket
 import time
@@ -95,6 +96,17 @@ def test_a_live_socket_is_never_stolen(daemons, lock):
     check_serves(owner)
     owner.check_log()
     intruder.check_log()
+
+
+def test_who_ends_leaves_the_sockets_of_who_came_into_its_place(daemons):
+    """The directory was removed under it, by who cleans up, and made anew."""
+    owner, successor = daemons
+    owner.start()
+    shutil.rmtree(owner.runtime_dir)
+    successor.start()
+    owner.end(signal.SIGTERM)
+    check_serves(successor)
+    successor.check_log()
 
 
 def test_a_stopped_owner_is_still_the_owner(daemons):

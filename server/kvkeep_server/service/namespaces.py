@@ -7,6 +7,7 @@ looks.
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import islice
 
 from kvkeep_server.core.errors import NotFoundError, ResourceExhaustedError
 from kvkeep_server.core.results import GroupKind, StateMode
@@ -121,7 +122,7 @@ class Namespaces:
         self._limits = limits
         self._numbers = numbers
         self._sets: dict[bytes, NamespaceSet] = {}
-        self._of_tenant: dict[str, list[NamespaceSet]] = {}
+        self._of_tenant: dict[str, dict[bytes, NamespaceSet]] = {}
         self._opened: dict[int, OpenedNamespace] = {}
         self._handles: dict[tuple[bytes, tuple[int, ...]], int] = {}
         self._next_handle = 0
@@ -164,14 +165,14 @@ class Namespaces:
             return self._opened[handle]
         if len(self._opened) >= self._limits.namespaces_max:
             msg = f"limits.namespaces_max = {self._limits.namespaces_max} namespaces are open"
-            why = "those that no client has open leave after a while; try again, or raise it"
+            why = "those without a block that no client has open leave; try again, or raise it"
             raise ResourceExhaustedError(f"{msg}; {why}", retry_after_s=_RETRY_S)
         shards = [(rank, number) for rank in ranks for number in range(len(spec.groups))]
         self._check_room(set_id, shards)
         namespace_set = self._sets.get(set_id)
         if namespace_set is None:
             namespace_set = self._sets[set_id] = NamespaceSet(spec, set_id)
-            self._of_tenant.setdefault(spec.tenant, []).append(namespace_set)
+            self._of_tenant.setdefault(spec.tenant, {})[set_id] = namespace_set
         local = [self._keyspace(namespace_set, rank, group) for rank, group in shards]
         handle, self._next_handle = self._next_handle, self._next_handle + 1
         spaces = _spaces(handle, namespace_set, local)
@@ -211,15 +212,16 @@ class Namespaces:
         for handle, opened in idle:
             # A block is found by one handle as well as by many.
             own = {space.index for space in opened.spaces.everywhere}
-            if own & held - used:
+            if (own & held) - used:
                 used |= own
             else:
                 del self._opened[handle], self._handles[opened.namespace_set.set_id, opened.ranks]
                 gone += 1
+        kept = used | held
         for namespace_set in {
             one.namespace_set.set_id: one.namespace_set for _, one in idle
         }.values():
-            gone += self._forget_keyspaces(namespace_set, used | held)
+            gone += self._forget_keyspaces(namespace_set, kept)
         return gone
 
     def _forget_keyspaces(self, namespace_set: NamespaceSet, kept: set[int]) -> int:
@@ -233,11 +235,9 @@ class Namespaces:
             namespace_set.siblings[space.boundary_id].remove(space)
             self._numbers.forget(space)
         if not namespace_set.keyspaces:
-            tenant = namespace_set.spec.tenant
-            del self._sets[namespace_set.set_id]
-            left = [one for one in self._of_tenant[tenant] if one is not namespace_set]
-            self._of_tenant[tenant] = left
-            if not left:
+            set_id, tenant = namespace_set.set_id, namespace_set.spec.tenant
+            del self._sets[set_id], self._of_tenant[tenant][set_id]
+            if not self._of_tenant[tenant]:
                 del self._of_tenant[tenant]
         return len(gone)
 
@@ -246,7 +246,8 @@ class Namespaces:
         nearest first."""
         near = []
         wanted, set_id = _identity(spec), set_id_of(spec)
-        for other in self._of_tenant.get(spec.tenant, [])[-_NEAR_LOOKED_AT_MAX:]:
+        of_tenant = reversed(self._of_tenant.get(spec.tenant, {}).values())
+        for other in islice(of_tenant, _NEAR_LOOKED_AT_MAX):
             if other.set_id != set_id:
                 theirs = other.identity
                 differing = [name for name, value in wanted.items() if value != theirs[name]]

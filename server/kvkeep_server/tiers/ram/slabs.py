@@ -303,7 +303,7 @@ class SlabAllocator:
     def _flat(self, addresses: NDArray[np.uint64]) -> Flat:
         chunk = (addresses >> _U32).view(np.int64)
         page = (addresses & _PAGE_MASK).view(np.int64)
-        assert int(chunk.max(initial=0)) < len(self._first_page), "address in an unknown chunk"
+        assert int(chunk.max(initial=-1)) < len(self._first_page), "address in an unknown chunk"
         inside = (page >= self._first_page[chunk]) & (page < self._end_page[chunk])
         assert inside.all(), "address outside its chunk's data"
         flat: Flat = page + self._flat_minus_page[chunk]

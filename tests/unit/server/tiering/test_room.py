@@ -5,11 +5,12 @@ import time
 
 import pytest
 
-from kvkeep_server.core.errors import ResourceExhaustedError
+from kvkeep_server.core.errors import PoolExhaustedError, ResourceExhaustedError
 from kvkeep_server.core.results import CommitStatus
 from kvkeep_server.index import table as table_module
 from kvkeep_server.index.layout import STATE_LIVE, STATE_MOVED, Multipliers
 from kvkeep_server.tiering import rebuild as rebuild_module
+from kvkeep_server.tiers.ram.pool import Pool
 from tests.fakes.core_harness import Gate, Harness, block_of, full, keys_of, spec
 
 STORED = CommitStatus.STORED
@@ -86,6 +87,25 @@ def test_the_pool_grows_ahead_of_need():
         core.put(session, opened, keys_of("b", 400))
         core.run(upkeep())
         assert core.core.ram.stats().chunks == 2
+
+
+def test_a_pool_without_a_chunk_refuses_and_recovers(monkeypatch):
+    """The first one could not be made either."""
+
+    def fail(_pool):
+        raise PoolExhaustedError("no memory", retry_after_s=0.0)
+
+    keys = keys_of("a", 40)
+    with monkeypatch.context() as patch:
+        patch.setattr(Pool, "make_chunk", fail)
+        core = Harness(ram="4MiB")
+        session = core.session(16 << 20)
+        opened = core.open(session)
+        status = core.put(session, opened, keys)
+        assert (status[0], set(status[1:])) == (NO_ROOM, {CommitStatus.REFUSED_ORPHAN})
+        assert core.core.ram.stats().chunks == 0
+    with core:
+        assert set(core.put(session, opened, keys)) == {STORED}
 
 
 # ---- sizes that compete
