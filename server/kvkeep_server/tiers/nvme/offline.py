@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from kvkeep_server.core.clock import Clock
 from kvkeep_server.core.quantities import show_size
 from kvkeep_server.tiers.nvme.directory import OP_NBYTES_MAX
+from kvkeep_server.tiers.nvme.epoch_files import ENOUGH, NOT_OURS, look
+from kvkeep_server.tiers.nvme.epoch_format import file_name
 from kvkeep_server.tiers.nvme.files import Files
 from kvkeep_server.tiers.nvme.recovery import NEWER, Content, inspect
 from kvkeep_server.tiers.nvme.scratch import Scratch, ScratchPool
@@ -113,6 +115,7 @@ class OfflineCheck:
         for table in self._tables:
             table.load(self._files.listing(table.settings.path))
             self._directory(table)
+            self._epochs(table.settings.path)
         found = [(table, one) for table in self._tables for one in table.segments.values()]
         self._numbers([segment for _, segment in found])
         for table, segment in sorted(found, key=lambda entry: -entry[1].number):
@@ -138,6 +141,16 @@ class OfflineCheck:
                 f"{settings.path} takes {show_size(table.used_nbytes)}, more than a segment above"
                 f" the {show_size(settings.max_nbytes)} allowed; a daemon gives back what is over"
             )
+
+    def _epochs(self, directory: str) -> None:
+        found, report = look(self._files, self._pool, directory), self.report
+        for number in found.foreign:
+            report.note(f"{directory}/{file_name(number)} {NOT_OURS}")
+        if found.refused:
+            report.find(f"a daemon does not start: {found.refused}")
+            return
+        for path, why in found.damaged.items():
+            report.find(f"{path} {why}; {ENOUGH}")
 
     def _numbers(self, segments: Sequence[Segment]) -> None:
         paths: dict[int, str] = {}

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from kvkeep_server.tiers.nvme.epoch_format import number_of
+from kvkeep_server.tiers.nvme.epoch_format import UNFINISHED_NAME, number_of
 from kvkeep_server.tiers.nvme.files import Files, Found
 from kvkeep_server.tiers.nvme.segment_format import FIRST_PAGE, PAGE_MAX, table_pages
 from kvkeep_server.tiers.record import PAGE_NBYTES
@@ -17,6 +17,7 @@ from kvkeep_server.tiers.record import PAGE_NBYTES
 # No record number is so large: it starts at a segment number << 32.
 SEQ_NONE = (1 << 64) - 1
 LOCK_NAME = "kvkeep.lock"
+_OTHER_NAMES = (LOCK_NAME, UNFINISHED_NAME)
 _NAME = re.compile(r"([0-9a-f]{8})\.kvks")
 
 
@@ -193,7 +194,7 @@ class SegmentTable:
         for entry in found:
             match = _NAME.fullmatch(entry.name)
             if match is None or not entry.regular or not int(match[1], 16):
-                if entry.name != LOCK_NAME and number_of(entry.name) is None:
+                if entry.name not in _OTHER_NAMES and number_of(entry.name) is None:
                     self.foreign.append(entry.name)
                     self._foreign_nbytes += entry.disk_nbytes
                 continue

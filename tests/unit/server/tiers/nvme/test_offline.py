@@ -9,6 +9,7 @@ import pytest
 
 from kvkeep_server.core.clock import SystemClock
 from kvkeep_server.tiers.nvme import offline
+from kvkeep_server.tiers.nvme.epoch_format import EpochState, encode, file_name
 from kvkeep_server.tiers.nvme.files import DiskFiles
 from kvkeep_server.tiers.nvme.offline import OfflineCheck
 from tests.fakes.nvme_blocks import blocks_of
@@ -208,6 +209,30 @@ def test_segments_and_records_are_numbered_once_in_all_directories(path, write, 
         f"{other}/{file.name} has the number of {file}",
         f"{COUNT} record numbers were given out twice",
     ]
+
+
+def test_files_of_epochs_are_looked_at(path, write):
+    write()
+    state = EpochState({b"f" * 16: 1}, (b"b" * 16,))
+    first, second = path / file_name(1), path / file_name(2)
+    first.write_bytes(encode(state, 1))
+    (path / "epochs-ffffffffffffffff.kvke").write_bytes(b"x")
+    (path / file_name(7)).write_bytes(b"x")
+    assert check(path).findings == []
+    notes = check(path).notes
+    assert [note.split(" is ")[0] for note in notes] == [
+        f"{path}/epochs-ffffffffffffffff.kvke",
+        f"{path}/{file_name(7)}",
+    ]
+    second.write_bytes(encode(state, 2)[:50])
+    (finding,) = check(path).findings
+    assert finding.startswith(f"{second} is damaged; an earlier or later one")
+    second.unlink()
+    flip(first, 40)
+    before = contents(path)
+    (finding,) = check(path).findings
+    assert finding.startswith(f"a daemon does not start: {first} is damaged. It says which blocks")
+    assert contents(path) == before
 
 
 def test_what_never_counted_is_not_held_against_it(path, threads):
