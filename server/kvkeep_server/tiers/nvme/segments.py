@@ -185,21 +185,22 @@ class SegmentTable:
         # Segments whose file may be open, the least recently used first.
         self._recent: dict[Segment, None] = {}
 
-    def load(self, found: Iterable[Found]) -> int:
-        """Takes in what lies in the directory at the start; the highest segment number, or 0.
+    def load(self, found: Iterable[Found]) -> set[int]:
+        """Takes in what lies in the directory at the start; the numbers that have a name there.
 
         Names that are not ours are noted, counted as used, and never touched.
         """
-        highest = 0
+        named = set()
         for entry in found:
             match = _NAME.fullmatch(entry.name)
+            if match is not None:
+                named.add(int(match[1], 16))
             if match is None or not entry.regular or not int(match[1], 16):
                 if entry.name not in _OTHER_NAMES and number_of(entry.name) is None:
                     self.foreign.append(entry.name)
                     self._foreign_nbytes += entry.disk_nbytes
                 continue
             number = int(match[1], 16)
-            highest = max(highest, number)
             pages = entry.nbytes // PAGE_NBYTES
             segment = Segment(
                 number, self._path(number), entry.nbytes, pages, "", SegmentState.FOUND
@@ -207,7 +208,7 @@ class SegmentTable:
             segment.end_page, segment.seq_min, segment.seq_max = pages, 0, SEQ_NONE
             self._add(segment)
         self.used_nbytes += self._foreign_nbytes
-        return highest
+        return named
 
     def may_create(self, *, for_reclaim: bool = False) -> bool:
         """Whether the limit leaves room for another segment.

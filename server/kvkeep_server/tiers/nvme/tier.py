@@ -35,7 +35,7 @@ from kvkeep_server.tiers.nvme.directory import (
 from kvkeep_server.tiers.nvme.files import Files
 from kvkeep_server.tiers.nvme.log import Log
 from kvkeep_server.tiers.nvme.reading import Call, Job, read_blocks
-from kvkeep_server.tiers.nvme.recovery import recover_segment, sift
+from kvkeep_server.tiers.nvme.recovery import last_number, recover_segment, sift
 from kvkeep_server.tiers.nvme.segment_format import PAGE_MAX
 from kvkeep_server.tiers.nvme.segments import (
     DirectorySettings,
@@ -157,14 +157,17 @@ class NvmeTier:
             raise
 
     async def _take_directories(self) -> None:
-        highest = 0
+        highest, named = 0, set()
         for log, lock in zip(self._logs, self._locks, strict=True):
             directory = log.directory
             await directory.run(lock.acquire)
             path = directory.table.settings.path
             found = await directory.run(partial(self._files.listing, path))
-            highest = max(highest, directory.table.load(found))
-        self._sequence.begin_after(highest)
+            named |= directory.table.load(found)
+            segments = list(directory.table.segments.values())
+            last = partial(last_number, self._files, directory.workers.bounce, segments)
+            highest = max(highest, await directory.run(last))
+        self._sequence.begin_after(highest, named)
 
     async def recover(self) -> AsyncIterator[Rows]:
         """Finds again what earlier processes wrote: call it once, behind the work.

@@ -231,14 +231,62 @@ def test_a_segment_that_was_made_and_never_begun_is_given_back(make, tmp_path, n
     assert directory.used_nbytes == good.stat().st_size + zeroed.stat().st_size
 
 
-def test_new_segments_never_take_the_name_of_another_file(make, tmp_path):
-    (tmp_path / "d").mkdir()
-    (tmp_path / "d" / "000000ff.kvks").write_bytes(b"?")
+JUNK = [b"", b"?", b"x" * 50_000, (form.SEGMENT_MAGIC + b"\1\0\0\0").ljust(4096, b"x")]
+
+
+@pytest.mark.parametrize("content", JUNK)
+@pytest.mark.parametrize("number", ["00000002", "000000ff", "ffffffff"])
+def test_a_file_that_is_none_of_ours_uses_no_numbers_up(make, tmp_path, number, content):
+    """Its name is never taken; what is written beside it is found by later lives."""
+    keys, contents = write(make(), count=3)
+    junk = tmp_path / "d" / f"{number}.kvks"
+    junk.write_bytes(content)
+    more_keys, more = write(make(), count=3, seed=2)
+    names = {path.name for path in (tmp_path / "d").glob("*.kvks")}
+    unbegun = {junk.name} if not content else set()
+    new = "00000003.kvks" if number == "00000002" else "00000002.kvks"
+    assert names | unbegun == {"00000001.kvks", new, junk.name}
+    if content:
+        assert junk.read_bytes() == content
+    got, _ = read_back(make(), keys + more_keys)
+    assert got == hits(contents + more)
+
+
+def test_the_name_of_a_directory_or_a_link_is_not_taken(make, tmp_path):
+    (tmp_path / "d" / "00000001.kvks").mkdir(parents=True)
+    (tmp_path / "d" / "00000002.kvks").symlink_to("/etc/passwd")
     write(make(), count=1)
-    assert {path.name for path in (tmp_path / "d").glob("*.kvks")} == {
-        "000000ff.kvks",
-        "00000100.kvks",
-    }
+    assert (tmp_path / "d" / "00000003.kvks").is_file()
+
+
+def test_a_copy_of_a_segment_uses_no_numbers_up(make, tmp_path):
+    write(make(), count=1)
+    copy = tmp_path / "d" / "ffffffff.kvks"
+    copy.write_bytes(the_file(tmp_path).read_bytes())
+    write(make(), count=1, seed=2)
+    assert (tmp_path / "d" / "00000002.kvks").exists()
+
+
+class UnreadableFiles(DiskFiles):
+    """Of one file, for a while."""
+
+    def open(self, path, *, write=False):
+        if path.endswith("00000009.kvks"):
+            raise OSError(5, "Input/output error")
+        return super().open(path, write=write)
+
+
+def test_what_cannot_be_read_now_or_by_this_release_has_its_number(make, tmp_path):
+    """Its records may count another time: those of now must have higher numbers."""
+    write(make(), count=1)
+    newer = bytearray(the_file(tmp_path).read_bytes())
+    newer[8] = 2
+    (tmp_path / "d" / "00000005.kvks").write_bytes(newer)
+    write(make(), count=1, seed=2)
+    assert (tmp_path / "d" / "00000006.kvks").exists()
+    (tmp_path / "d" / "00000009.kvks").write_bytes(b"x" * 8192)
+    write(make(files=UnreadableFiles()), count=1, seed=3)
+    assert (tmp_path / "d" / "0000000a.kvks").exists()
 
 
 @pytest.mark.promise("P01", gate=300, nightly=10_000, unit="bits flipped at rest")
