@@ -5,7 +5,6 @@ payload is verified: what follows the first thing that is no record is a torn ta
 searches for headers, since a payload may hold bytes that look like one.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -92,32 +91,6 @@ def inspect(files: Files, pool: ScratchPool, segment: Segment) -> Content | str:
             if rows is not None:
                 return Content(header, rows, footer.table_page, sealed=True)
         return _walk(files, fd, pool, header, pages)
-    finally:
-        pool.give(scratch)
-
-
-def last_number(files: Files, pool: ScratchPool, segments: Iterable[Segment]) -> int:
-    """The highest number of a segment that may ever be read, 0 = there is none. Blocks; any thread.
-
-    A file whose header is none, or another segment's, has its number from somebody else: only the
-    name is taken. What cannot be read now, or by this release, may be another time.
-    """
-    scratch = pool.take(0)
-    try:
-        for segment in sorted(segments, key=lambda segment: -segment.number):
-            try:
-                fd = files.open(segment.path)
-                try:
-                    first = _page(files, fd, scratch, 0)
-                finally:
-                    files.close(fd)
-            except OSError:
-                return segment.number
-            header = decode_segment_header(first)
-            own = header is not None and header.number == segment.number
-            if own or (header is None and segment_version_of(first) > SEGMENT_VERSION):
-                return segment.number
-        return 0
     finally:
         pool.give(scratch)
 

@@ -198,15 +198,27 @@ def test_more_than_a_segment_above_the_limit_is_found(path, write):
     assert f"{path} takes 1.9MiB, more than a segment above the " in finding
 
 
-def test_segments_and_records_are_numbered_once_in_all_directories(path, write, tmp_path):
+def test_a_copy_in_another_directory_is_found(path, write, tmp_path):
     write()
     other = tmp_path / "other"
     other.mkdir()
     (file,) = segments(path)
     (other / file.name).write_bytes(file.read_bytes())
     report = check(path, other)
+    unused = "nothing of it is used, its bytes count until you remove it"
+    assert report.findings == [f"{other}/{file.name} is a copy of {file}; {unused}"]
+    assert report.blocks_checked == COUNT
+
+
+def test_directories_of_two_daemons_are_found(path, write, tmp_path):
+    write()
+    other = tmp_path / "other"
+    write(seed=2, paths=[other])
+    (file,) = segments(path)
+    report = check(path, other)
+    two = "and is another segment: a daemon does not start with both directories"
     assert report.findings == [
-        f"{other}/{file.name} has the number of {file}",
+        f"{other}/{file.name} has the number of {file}, {two}",
         f"{COUNT} record numbers were given out twice",
     ]
 

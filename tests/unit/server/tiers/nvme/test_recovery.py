@@ -14,11 +14,9 @@ from kvkeep_server.tiers.base import ReadStatus
 from kvkeep_server.tiers.nvme import segment_format as form
 from kvkeep_server.tiers.nvme.files import DiskFiles
 from kvkeep_server.tiers.nvme.segments import SegmentState
-from kvkeep_server.tiers.nvme.tier import NvmeTier
 from tests.fakes.nvme_blocks import blocks_of, with_facts
+from tests.fakes.nvme_lives import NBYTES, crash, hits, read_back, write
 from tests.fakes.nvme_tier import MIB, IndexOwner, get, nvme_tier, put, started
-
-NBYTES = 10_000
 
 
 class CountingFiles(DiskFiles):
@@ -51,49 +49,9 @@ def make(tmp_path, threads):
     return build
 
 
-def write(made, *, count=20, seed=1, close=True, durable=True, **facts):
-    """One life that stores some blocks; (their keys, their contents)."""
-    tier, owner = made
-    blocks, contents = blocks_of(count, nbytes=NBYTES, seed=seed, **facts)
-
-    async def run():
-        await started(tier, owner)
-        await put(tier, owner, blocks, contents, durable=durable)
-        await (tier.close() if close else crash(tier))
-
-    asyncio.run(run())
-    packed = blocks.keys.pack()
-    return [packed[i : i + 32] for i in range(0, len(packed), 32)], contents
-
-
-async def crash(tier: NvmeTier):
-    for log, lock in zip(tier._logs, tier._locks, strict=True):
-        log.directory.table.close_all()
-        lock.release()
-
-
-def read_back(made, keys):
-    """The next life: status and bytes of each key, and the stats before it closed."""
-    tier, owner = made
-
-    async def run():
-        await started(tier, owner)
-        got = await get(tier, owner, keys, NBYTES)
-        tier.check()
-        stats = tier.stats()
-        await tier.close()
-        return [got[key] for key in keys], stats
-
-    return asyncio.run(run())
-
-
 def the_file(tmp_path):
     (path,) = (tmp_path / "d").glob("*.kvks")
     return path
-
-
-def hits(contents):
-    return [(ReadStatus.HIT, data) for data in contents]
 
 
 @pytest.mark.parametrize("close", [True, False], ids=["closed", "killed"])
@@ -229,64 +187,6 @@ def test_a_segment_that_was_made_and_never_begun_is_given_back(make, tmp_path, n
     (directory,) = stats.directories
     assert directory.skipped == {str(zeroed): "its header is damaged"}
     assert directory.used_nbytes == good.stat().st_size + zeroed.stat().st_size
-
-
-JUNK = [b"", b"?", b"x" * 50_000, (form.SEGMENT_MAGIC + b"\1\0\0\0").ljust(4096, b"x")]
-
-
-@pytest.mark.parametrize("content", JUNK)
-@pytest.mark.parametrize("number", ["00000002", "000000ff", "ffffffff"])
-def test_a_file_that_is_none_of_ours_uses_no_numbers_up(make, tmp_path, number, content):
-    """Its name is never taken; what is written beside it is found by later lives."""
-    keys, contents = write(make(), count=3)
-    junk = tmp_path / "d" / f"{number}.kvks"
-    junk.write_bytes(content)
-    more_keys, more = write(make(), count=3, seed=2)
-    names = {path.name for path in (tmp_path / "d").glob("*.kvks")}
-    unbegun = {junk.name} if not content else set()
-    new = "00000003.kvks" if number == "00000002" else "00000002.kvks"
-    assert names | unbegun == {"00000001.kvks", new, junk.name}
-    if content:
-        assert junk.read_bytes() == content
-    got, _ = read_back(make(), keys + more_keys)
-    assert got == hits(contents + more)
-
-
-def test_the_name_of_a_directory_or_a_link_is_not_taken(make, tmp_path):
-    (tmp_path / "d" / "00000001.kvks").mkdir(parents=True)
-    (tmp_path / "d" / "00000002.kvks").symlink_to("/etc/passwd")
-    write(make(), count=1)
-    assert (tmp_path / "d" / "00000003.kvks").is_file()
-
-
-def test_a_copy_of_a_segment_uses_no_numbers_up(make, tmp_path):
-    write(make(), count=1)
-    copy = tmp_path / "d" / "ffffffff.kvks"
-    copy.write_bytes(the_file(tmp_path).read_bytes())
-    write(make(), count=1, seed=2)
-    assert (tmp_path / "d" / "00000002.kvks").exists()
-
-
-class UnreadableFiles(DiskFiles):
-    """Of one file, for a while."""
-
-    def open(self, path, *, write=False):
-        if path.endswith("00000009.kvks"):
-            raise OSError(5, "Input/output error")
-        return super().open(path, write=write)
-
-
-def test_what_cannot_be_read_now_or_by_this_release_has_its_number(make, tmp_path):
-    """Its records may count another time: those of now must have higher numbers."""
-    write(make(), count=1)
-    newer = bytearray(the_file(tmp_path).read_bytes())
-    newer[8] = 2
-    (tmp_path / "d" / "00000005.kvks").write_bytes(newer)
-    write(make(), count=1, seed=2)
-    assert (tmp_path / "d" / "00000006.kvks").exists()
-    (tmp_path / "d" / "00000009.kvks").write_bytes(b"x" * 8192)
-    write(make(files=UnreadableFiles()), count=1, seed=3)
-    assert (tmp_path / "d" / "0000000a.kvks").exists()
 
 
 @pytest.mark.promise("P01", gate=300, nightly=10_000, unit="bits flipped at rest")
