@@ -78,8 +78,9 @@ def bytes_of(buffer: object, name: str) -> memoryview:
     try:
         view = memoryview(buffer)  # type: ignore[arg-type] # the error below is ours to word
         plain = _ADDRESSES.search(_FIELD_NAME.sub("", view.format)) is None
-        taken = view if view.format == "B" and view.ndim == 1 else view.cast("B")
-    except (TypeError, ValueError) as error:
+        bare = view.format == "B" and view.ndim == 1 and view.c_contiguous
+        taken = view if bare else view.cast("B")
+    except (TypeError, ValueError, BufferError) as error:
         allowed = "a contiguous buffer, or a list of them"
         raise invalid(name, type(buffer).__name__, allowed, f"give such memory ({error})") from None
     if not plain:

@@ -154,6 +154,18 @@ def test_buffers_that_do_not_fit_are_refused(buffers, match):
         targets_of(buffers, 2, 5000)
 
 
+@pytest.mark.parametrize("nbytes", [512, 4096, 8192])
+@pytest.mark.parametrize("step", [2, -1, -2])
+@pytest.mark.parametrize("many", [False, True], ids=["one buffer", "many"])
+@pytest.mark.parametrize("take", [targets_of, sources_of])
+def test_strided_memory_is_refused_in_words(nbytes, step, many, take):
+    strided = np.zeros(nbytes * 2 * abs(step), np.uint8)[::step]
+    assert strided.nbytes == 2 * nbytes
+    buffers = [strided[:nbytes], strided[nbytes:]] if many else strided
+    with pytest.raises(InvalidArgumentError, match=r"^buffers.*contiguous"):
+        take(buffers, 2, nbytes)
+
+
 class Pointers(ctypes.Structure):
     _fields_ = (("O", ctypes.c_int), ("b", ctypes.py_object))
 
