@@ -5,6 +5,7 @@ Everything here keeps the GIL: beside a busy thread, giving it up costs up to 5 
 
 from __future__ import annotations
 
+import re
 from itertools import repeat
 from typing import TYPE_CHECKING, Final, TypeAlias
 
@@ -33,6 +34,12 @@ _RUN_NBYTES_MAX: Final = 1024 * 1024
 # is where numpy puts large arrays. Copies of 512 bytes are done in other instructions.
 _SLOW_SHIFT: Final = 32
 _SHIFT_MATTERS_NBYTES: Final = 4096
+
+# Of a buffer's format (PEP 3118): Python objects, C's strings, pointers and functions, alone or in
+# a record, whose fields' names stand between colons. A Z before a letter of floats is "complex".
+_ADDRESSES: Final = re.compile("[OPzX&]|Z(?![fdg])")
+_FIELD_NAME: Final = re.compile(":[^:]*:")
+
 _ELEMENT: Final = np.dtype(f"V{ELEMENT_NBYTES}")
 _ELEMENT_INDEXES: Final = np.arange(PIECE_KEYS)
 
@@ -49,7 +56,7 @@ Pieces: TypeAlias = "Iterable[tuple[int, int, int]]"
 def targets_of(buffers: object, count: int, block_nbytes: int) -> Targets:
     """The caller's buffers as writable bytes, checked.
 
-    Errors: InvalidArgumentError (sizes, read-only, not contiguous).
+    Errors: InvalidArgumentError (sizes, read-only, not contiguous, addresses instead of data).
     """
     if isinstance(buffers, list | tuple):
         if len(buffers) != count:
@@ -70,10 +77,17 @@ def bytes_of(buffer: object, name: str) -> memoryview:
     """A buffer as bytes, without a copy. Errors: InvalidArgumentError."""
     try:
         view = memoryview(buffer)  # type: ignore[arg-type] # the error below is ours to word
-        return view if view.format == "B" and view.ndim == 1 else view.cast("B")
-    except (TypeError, ValueError) as error:
+        plain = _ADDRESSES.search(_FIELD_NAME.sub("", view.format)) is None
+        bare = view.format == "B" and view.ndim == 1 and view.c_contiguous
+        taken = view if bare else view.cast("B")
+    except (TypeError, ValueError, BufferError) as error:
         allowed = "a contiguous buffer, or a list of them"
         raise invalid(name, type(buffer).__name__, allowed, f"give such memory ({error})") from None
+    if not plain:
+        # A block's bytes in the place of an address end the process at its next use.
+        what = f"memory of addresses, format {view.format}"
+        raise invalid(name, what, "plain data, no addresses of objects", "give numbers or bytes")
+    return taken
 
 
 def copy_blocks(

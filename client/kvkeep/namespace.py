@@ -252,10 +252,11 @@ class Namespace(Upkeep):
         of WINDOW and STATE groups are the ones that end the prefix that `lookup` found.
 
         `buffers` is one contiguous writable buffer of len(keys) * block_nbytes bytes, or a list
-        of one buffer of block_nbytes bytes a key. Beyond the blocks counted their content is
-        undefined. `rank` may be left out when one rank is local. No call and no lease on x86-64;
-        elsewhere one `acquire`. For callers that can compute at once what is missing. From another
-        host it takes up to the client's `timeout_s`, as `lookup` does.
+        of one such buffer of block_nbytes bytes a key; of plain data, and without strides. Beyond
+        the blocks counted their content is undefined. `rank` may be left out when one rank is
+        local. No call and no lease on x86-64; elsewhere one `acquire`. For callers that can compute
+        at once what is missing. From another host it takes up to the client's `timeout_s`, as
+        `lookup` does.
 
         Errors: InvalidArgumentError. Everything else means fewer blocks.
         """
@@ -362,9 +363,9 @@ class Namespace(Upkeep):
     ) -> CommitResult:
         """Store blocks that lie in the caller's memory, of any number: one group, all at once.
 
-        `buffers` as for `read_into`. Batches that do not fit the staging memory go in pieces, and
-        a piece is filled while the one before is committed. A piece that is refused ends it: the
-        rest has lost its parent.
+        `buffers` as for `read_into`, but they may be read-only. Batches that do not fit the staging
+        memory go in pieces, and a piece is filled while the one before is committed. A piece that
+        is refused ends it: the rest has lost its parent.
 
         Errors: as `store` and `Store.commit`; InvalidArgumentError for several groups.
         """

@@ -17,6 +17,7 @@ CALLS = (
     "truncate",
     "size",
     "unlink",
+    "rename",
     "sync_directory",
     "free_nbytes",
 )

@@ -1,6 +1,7 @@
 """Which epochs of namespace sets are over, in memory and on nvme."""
 
 import asyncio
+import logging
 from collections.abc import Iterable
 
 from kvkeep_server.core.errors import ResourceExhaustedError, TierUnavailableError
@@ -11,6 +12,8 @@ from kvkeep_server.tiers.nvme.epoch_format import EpochState
 FAMILIES_MAX = 65536
 # Whose blocks may still lie on nvme; of earlier ones nobody can find any either.
 RETIRED_MAX = 4096
+
+_log = logging.getLogger(__name__)
 
 
 class Epochs:
@@ -47,6 +50,8 @@ class Epochs:
         """
         if self.files is not None:
             self._take(await self.files.load())
+            for path, reason in self.files.unused.items():
+                _log.warning("nvme: of no use", extra={"path": path, "reason": reason})
 
     async def advance(self, family_id: bytes, epoch: int, boundary_ids: Iterable[bytes]) -> None:
         """Ends the epochs of a family before this one, first on the medium, then here.

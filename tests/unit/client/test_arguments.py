@@ -18,6 +18,8 @@ NO_SECONDS = ["1", "", b"", [], object(), math.nan, math.inf, -1, -0.001, HUGE, 
 NO_SECONDS += [Decimal("sNaN"), 2**40]
 NO_HINTS = [{}, "x", 0, (), b""]
 BLOCKS = bytearray(3 * BLOCK_NBYTES)
+NO_BUFFERS = [None, "x", 7, object(), [None] * 3, b"x", []]
+NO_BUFFERS += [np.zeros(3 * BLOCK_NBYTES // 8, object), np.zeros(6 * BLOCK_NBYTES, np.uint8)[::2]]
 
 
 class Refuses:
@@ -76,7 +78,7 @@ REFUSED = {
     "watch from": ("from_sequence", NO_LIMITS),
     "lookup": ("keys", NO_KEYS),
     "lookup hints": ("hints", NO_HINTS),
-    "read": ("buffers", [None, "x", 7, object(), [None] * 3, b"x", bytes(3 * BLOCK_NBYTES), []]),
+    "read": ("buffers", [*NO_BUFFERS, bytes(3 * BLOCK_NBYTES)]),
     "read rank": ("rank", NO_GROUPS),
     "read group": ("group", NO_LIMITS),
     "join": ("shared", ["x", None, 7, b"", object(), [b"x"]]),
@@ -87,7 +89,7 @@ REFUSED = {
     "store ack": ("ack", ["disk", None, 7, ["ram"], {}]),
     "store hints": ("hints", NO_HINTS),
     "store timeout": ("timeout_s", NO_SECONDS),
-    "store blocks": ("buffers", [None, "x", 7, object(), [None] * 3, b"x", [], np.zeros((2, 3))]),
+    "store blocks": ("buffers", [*NO_BUFFERS, np.zeros((2, 3))]),
     "remove": ("keys", NO_KEYS),
     "remove all": ("with_descendants", [None, "x", 7, object()]),
     "remove timeout": ("timeout_s", NO_SECONDS),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import threading
@@ -14,6 +15,7 @@ import pytest
 from kvkeep.copying import copy_blocks, targets_of, unchanged, view_blocks
 from kvkeep.errors import InvalidArgumentError
 from kvkeep.shared_memory import Chunk, RegionError, map_region
+from kvkeep.store import sources_of
 from tests.fakes.regions import FakeChunk
 
 MiB = 1 << 20
@@ -150,6 +152,58 @@ def test_views_are_read_only_and_show_the_pool():
 def test_buffers_that_do_not_fit_are_refused(buffers, match):
     with pytest.raises(InvalidArgumentError, match=match):
         targets_of(buffers, 2, 5000)
+
+
+@pytest.mark.parametrize("nbytes", [512, 4096, 8192])
+@pytest.mark.parametrize("step", [2, -1, -2])
+@pytest.mark.parametrize("many", [False, True], ids=["one buffer", "many"])
+@pytest.mark.parametrize("take", [targets_of, sources_of])
+def test_strided_memory_is_refused_in_words(nbytes, step, many, take):
+    strided = np.zeros(nbytes * 2 * abs(step), np.uint8)[::step]
+    assert strided.nbytes == 2 * nbytes
+    buffers = [strided[:nbytes], strided[nbytes:]] if many else strided
+    with pytest.raises(InvalidArgumentError, match=r"^buffers.*contiguous"):
+        take(buffers, 2, nbytes)
+
+
+class Pointers(ctypes.Structure):
+    _fields_ = (("O", ctypes.c_int), ("b", ctypes.py_object))
+
+
+ADDRESSES = {
+    "objects": np.zeros(1250, object),
+    "an object": np.zeros((), object),
+    "objects in rows": np.zeros((2, 625), object),
+    "objects in records": np.zeros(500, [("a", "i4"), ("b", object)]),
+    "objects deep in records": np.zeros(500, [("a", [("b", object, 2), ("c", "i4")])]),
+    "objects of ctypes": (ctypes.py_object * 4)(),
+    "structures": (Pointers * 4)(),
+    "strings of C": (ctypes.c_char_p * 4)(),
+    "wide strings of C": (ctypes.c_wchar_p * 4)(),
+    "addresses": (ctypes.c_void_p * 4)(),
+    "pointers": (ctypes.POINTER(ctypes.c_int) * 4)(),
+    "functions": (ctypes.CFUNCTYPE(None) * 4)(),
+}
+
+
+@pytest.mark.parametrize("name", ADDRESSES)
+@pytest.mark.parametrize("many", [False, True], ids=["one buffer", "many"])
+@pytest.mark.parametrize("take", [targets_of, sources_of])
+def test_memory_that_holds_addresses_is_refused(name, many, take):
+    buffer = ADDRESSES[name]
+    nbytes = memoryview(buffer).nbytes
+    with pytest.raises(InvalidArgumentError, match=r"^buffers.*plain data, no addresses"):
+        take([buffer] if many else buffer, 1, nbytes)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    ["u1", "i8", ">i4", "?", "f2", "c16", "c8", "V16", "S16", [("O", "i4"), ("P&z", "c16")]],
+)
+@pytest.mark.parametrize("take", [targets_of, sources_of])
+def test_plain_data_of_any_type_is_taken(dtype, take):
+    buffer = np.zeros((4, 5), dtype)
+    assert len(take([buffer], 1, buffer.nbytes)[0]) == buffer.nbytes
 
 
 def test_buffers_of_any_element_type_fit():

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import partial
@@ -110,10 +110,13 @@ class RecordSequence:
         """See the class; `begin_after` comes first."""
         self._number = 1
         self._seq = 1 << 32
+        self._named: frozenset[int] = frozenset()
 
-    def begin_after(self, number: int) -> None:
-        """All segments so far are at most `number`."""
+    def begin_after(self, number: int, named: Iterable[int] = ()) -> None:
+        """All segments so far are at most `number`; `named` are those of all files, ours or not."""
+        self._named = frozenset(named)
         self._number = number + 1
+        self._pass_names()
         # Where no segment is left, none is written; its number must fit all the same.
         self._seq = min(self._number, NUMBER_MAX) << 32
 
@@ -128,9 +131,16 @@ class RecordSequence:
             OverflowError: after 2^32 segments.
         """
         if self._number > NUMBER_MAX:
-            raise OverflowError("segment numbers are used up: begin with an empty directory")
+            msg = "segment numbers are used up: begin with empty directories"
+            raise OverflowError(msg)
+        number = self._number
         self._number += 1
-        return self._number - 1
+        self._pass_names()
+        return number
+
+    def _pass_names(self) -> None:
+        while self._number in self._named:
+            self._number += 1
 
     def take_seqs(self, count: int) -> U64:
         """For new records."""

@@ -15,7 +15,17 @@ from kvkeep_server.tiers.record import PAGE_NBYTES
 EPOCHS_VERSION = 1
 EPOCHS_MAGIC = b"KVKEPOC1"
 ID_NBYTES = 16
+# Numbers count changes: nobody makes so many, and a name with a higher one is not ours.
+EPOCHS_NUMBER_MAX = (1 << 48) - 1
+# More than this no file of ours has; so much of it is read at most.
+EPOCHS_NBYTES_MAX = 64 << 20
+# Under this name a file is written before it gets its own.
+UNFINISHED_NAME = "epochs.kvke.new"
+# How `why_unreadable` begins of such a file, which is no damage.
+NEWER_RELEASE = "is of a newer release"
 _NAME = re.compile(r"epochs-([0-9a-f]{16})\.kvke")
+# Above, a version is a damaged field.
+_VERSION_LIKELY_MAX = 256
 _HEADER = struct.Struct("<8sIIIIQ")
 _FAMILY = struct.Struct(f"<{ID_NBYTES}sQ")
 _CHECKSUM = struct.Struct("<Q")
@@ -54,7 +64,8 @@ def file_name(number: int) -> str:
 def number_of(name: str) -> int | None:
     """The number of the file of this name, None = it is no such file."""
     match = _NAME.fullmatch(name)
-    return int(match[1], 16) if match else None
+    number = int(match[1], 16) if match else None
+    return None if number is None or number > EPOCHS_NUMBER_MAX else number
 
 
 def encode(state: EpochState, number: int) -> bytes:
@@ -86,3 +97,22 @@ def decode(content: bytes | memoryview, number: int) -> EpochState | None:
         dict(_FAMILY.iter_unpack(content[_HEADER.size : names_at])),
         tuple(names[at : at + ID_NBYTES] for at in range(0, len(names), ID_NBYTES)),
     )
+
+
+def why_unreadable(head: bytes | memoryview, nbytes: int, number: int) -> str:
+    """What there is to say of a file that `decode` does not take, in words that follow its path;
+    "" = nothing in it is of ours, so it says nothing of epochs.
+
+    Args:
+        head: Its first page, as far as it has one.
+        nbytes: Its size. Ours are whole pages, and a page can be destroyed as a whole.
+        number: In its name.
+    """
+    head = bytes(head[: _HEADER.size])
+    begins = EPOCHS_MAGIC.startswith(head[: len(EPOCHS_MAGIC)])
+    if not begins and nbytes % PAGE_NBYTES and head[-8:] != number.to_bytes(8, "little"):
+        return ""
+    version = int.from_bytes(head[8:12], "little")
+    if begins and EPOCHS_VERSION < version < _VERSION_LIKELY_MAX:
+        return f"{NEWER_RELEASE}, format version {version}"
+    return "is damaged"

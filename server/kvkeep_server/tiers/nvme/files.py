@@ -89,6 +89,10 @@ class Files(Protocol):
         """Removes the name."""
         ...
 
+    def rename(self, path: str, new_path: str) -> None:
+        """Gives a file another name in its directory."""
+        ...
+
     def sync_directory(self, directory: str) -> None:
         """Returns when the names in it are on the medium."""
         ...
@@ -208,6 +212,10 @@ class DiskFiles:
     def unlink(self, path: str) -> None:
         """See `Files`."""
         os.unlink(path)
+
+    def rename(self, path: str, new_path: str) -> None:
+        """See `Files`."""
+        os.rename(path, new_path)
 
     def sync_directory(self, directory: str) -> None:
         """See `Files`."""

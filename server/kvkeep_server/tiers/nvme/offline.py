@@ -15,7 +15,10 @@ from numpy.typing import NDArray
 from kvkeep_server.core.clock import Clock
 from kvkeep_server.core.quantities import show_size
 from kvkeep_server.tiers.nvme.directory import OP_NBYTES_MAX
+from kvkeep_server.tiers.nvme.epoch_files import ENOUGH, NOT_OURS, look
+from kvkeep_server.tiers.nvme.epoch_format import file_name
 from kvkeep_server.tiers.nvme.files import Files
+from kvkeep_server.tiers.nvme.numbering import twins
 from kvkeep_server.tiers.nvme.recovery import NEWER, Content, inspect
 from kvkeep_server.tiers.nvme.scratch import Scratch, ScratchPool
 from kvkeep_server.tiers.nvme.segment_format import PAGE_MASK
@@ -33,6 +36,8 @@ from kvkeep_server.tiers.record import (
 
 _SENTENCES_MAX = 100
 _HEADERS_AT_ONCE = 256
+# A daemon never removes what it cannot read: somebody may have a use for it.
+_UNUSED = "nothing of it is used, its bytes count until you remove it"
 
 Mask = NDArray[np.bool_]
 
@@ -98,6 +103,7 @@ class OfflineCheck:
         self._nbytes_per_s = nbytes_per_s
         self._pool = ScratchPool(nbytes=OP_NBYTES_MAX, kept_max=2)
         self._voided = np.empty(0, np.uint64)
+        self._copies: set[str] = set()
         self._seqs = [np.empty(0, np.uint64)]
         self._pause = Event()
         self._began_s = 0.0
@@ -113,8 +119,10 @@ class OfflineCheck:
         for table in self._tables:
             table.load(self._files.listing(table.settings.path))
             self._directory(table)
+            self._epochs(table.settings.path)
         found = [(table, one) for table in self._tables for one in table.segments.values()]
-        self._numbers([segment for _, segment in found])
+        self._numbers()
+        found = [(table, one) for table, one in found if one.path not in self._copies]
         for table, segment in sorted(found, key=lambda entry: -entry[1].number):
             try:
                 self._segment(segment)
@@ -139,21 +147,33 @@ class OfflineCheck:
                 f" the {show_size(settings.max_nbytes)} allowed; a daemon gives back what is over"
             )
 
-    def _numbers(self, segments: Sequence[Segment]) -> None:
-        paths: dict[int, str] = {}
-        for segment in segments:
-            other = paths.setdefault(segment.number, segment.path)
-            if other != segment.path:
-                self.report.find(f"{segment.path} has the number of {other}")
+    def _epochs(self, directory: str) -> None:
+        found, report = look(self._files, self._pool, directory), self.report
+        for number in found.foreign:
+            report.note(f"{directory}/{file_name(number)} {NOT_OURS}")
+        if found.refused:
+            report.find(f"a daemon does not start: {found.refused}")
+            return
+        for path, why in found.damaged.items():
+            report.find(f"{path} {why}; {ENOUGH}")
+
+    def _numbers(self) -> None:
+        for _, segment, other, is_copy in twins(self._files, self._pool, self._tables):
+            if is_copy:
+                self.report.find(f"{segment.path} is a copy of {other.path}; {_UNUSED}")
+                self._copies.add(segment.path)
+            else:
+                self.report.find(
+                    f"{segment.path} has the number of {other.path}, and is another segment: a"
+                    " daemon does not start with both directories"
+                )
 
     def _segment(self, segment: Segment) -> None:
         report = self.report
         found = inspect(self._files, self._pool, segment)
         if isinstance(found, str):
             say = report.note if found.startswith(NEWER) else report.find
-            # A daemon never removes what it cannot read: somebody may have a use for it.
-            unused = "nothing of it is used, its bytes count until you remove it"
-            say(f"{segment.path}: {found}; {unused}")
+            say(f"{segment.path}: {found}; {_UNUSED}")
             return
         report.segments += 1
         rows = found.rows

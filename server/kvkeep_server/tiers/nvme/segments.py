@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from kvkeep_server.tiers.nvme.epoch_format import number_of
+from kvkeep_server.tiers.nvme.epoch_format import UNFINISHED_NAME, number_of
 from kvkeep_server.tiers.nvme.files import Files, Found
 from kvkeep_server.tiers.nvme.segment_format import FIRST_PAGE, PAGE_MAX, table_pages
 from kvkeep_server.tiers.record import PAGE_NBYTES
@@ -17,6 +17,7 @@ from kvkeep_server.tiers.record import PAGE_NBYTES
 # No record number is so large: it starts at a segment number << 32.
 SEQ_NONE = (1 << 64) - 1
 LOCK_NAME = "kvkeep.lock"
+_OTHER_NAMES = (LOCK_NAME, UNFINISHED_NAME)
 _NAME = re.compile(r"([0-9a-f]{8})\.kvks")
 
 
@@ -184,21 +185,22 @@ class SegmentTable:
         # Segments whose file may be open, the least recently used first.
         self._recent: dict[Segment, None] = {}
 
-    def load(self, found: Iterable[Found]) -> int:
-        """Takes in what lies in the directory at the start; the highest segment number, or 0.
+    def load(self, found: Iterable[Found]) -> set[int]:
+        """Takes in what lies in the directory at the start; the numbers that have a name there.
 
         Names that are not ours are noted, counted as used, and never touched.
         """
-        highest = 0
+        named = set()
         for entry in found:
             match = _NAME.fullmatch(entry.name)
+            if match is not None:
+                named.add(int(match[1], 16))
             if match is None or not entry.regular or not int(match[1], 16):
-                if entry.name != LOCK_NAME and number_of(entry.name) is None:
+                if entry.name not in _OTHER_NAMES and number_of(entry.name) is None:
                     self.foreign.append(entry.name)
                     self._foreign_nbytes += entry.disk_nbytes
                 continue
             number = int(match[1], 16)
-            highest = max(highest, number)
             pages = entry.nbytes // PAGE_NBYTES
             segment = Segment(
                 number, self._path(number), entry.nbytes, pages, "", SegmentState.FOUND
@@ -206,7 +208,7 @@ class SegmentTable:
             segment.end_page, segment.seq_min, segment.seq_max = pages, 0, SEQ_NONE
             self._add(segment)
         self.used_nbytes += self._foreign_nbytes
-        return highest
+        return named
 
     def may_create(self, *, for_reclaim: bool = False) -> bool:
         """Whether the limit leaves room for another segment.

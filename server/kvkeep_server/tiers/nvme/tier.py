@@ -34,6 +34,7 @@ from kvkeep_server.tiers.nvme.directory import (
 )
 from kvkeep_server.tiers.nvme.files import Files
 from kvkeep_server.tiers.nvme.log import Log
+from kvkeep_server.tiers.nvme.numbering import last_number, leave_copies_out
 from kvkeep_server.tiers.nvme.reading import Call, Job, read_blocks
 from kvkeep_server.tiers.nvme.recovery import recover_segment, sift
 from kvkeep_server.tiers.nvme.segment_format import PAGE_MAX
@@ -145,7 +146,8 @@ class NvmeTier:
         """Takes the directories and looks what lies there; serves from then on, and recovers later.
 
         Raises:
-            FailedPreconditionError: a directory is another's, or not to be used.
+            FailedPreconditionError: a directory is another's, or not to be used, or not together
+                with the others.
             OSError: a directory cannot be read.
         """
         self._log_clock.begin()
@@ -157,14 +159,22 @@ class NvmeTier:
             raise
 
     async def _take_directories(self) -> None:
-        highest = 0
+        named: set[int] = set()
         for log, lock in zip(self._logs, self._locks, strict=True):
             directory = log.directory
             await directory.run(lock.acquire)
             path = directory.table.settings.path
             found = await directory.run(partial(self._files.listing, path))
-            highest = max(highest, directory.table.load(found))
-        self._sequence.begin_after(highest)
+            named |= directory.table.load(found)
+        await self._logs[0].directory.run(partial(self._number, named))
+
+    def _number(self, named: set[int]) -> None:
+        """Prepares the numbers of segments to come; `named` are those of all files. In a thread."""
+        tables = [log.directory.table for log in self._logs]
+        segments = [segment for table in tables for segment in table.segments.values()]
+        files, pool = self._files, self._workers.bounce
+        self._sequence.begin_after(last_number(files, pool, segments), named)
+        leave_copies_out(files, pool, tables)
 
     async def recover(self) -> AsyncIterator[Rows]:
         """Finds again what earlier processes wrote: call it once, behind the work.

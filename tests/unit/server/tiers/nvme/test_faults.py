@@ -13,6 +13,11 @@ import pytest
 from kvkeep_server.core.errors import KVKeepError, TierUnavailableError
 from kvkeep_server.tiers.base import ReadStatus, WriteStatus
 from kvkeep_server.tiers.nvme import files as module
+from kvkeep_server.tiers.nvme.segment_format import (
+    NUMBER_MAX,
+    SegmentHeader,
+    encode_segment_header,
+)
 from kvkeep_server.tiers.nvme.segments import SegmentState
 from tests.fakes.faulty_files import SHORT_WRITE, FaultyFiles
 from tests.fakes.nvme_blocks import blocks_of, named
@@ -315,7 +320,8 @@ def test_when_segment_numbers_are_used_up_nothing_is_written_and_it_is_said():
     """It was an error of the daemon itself, and the client that stored lost its session."""
 
     async def story(path):
-        (Path(path) / "ffffffff.kvks").touch()
+        last = encode_segment_header(SegmentHeader(NUMBER_MAX, 256, 0, "standard"))
+        (Path(path) / "ffffffff.kvks").write_bytes(last)
         played = Story(path, FaultyFiles(lambda _name, _number: 0))
         await started(played.tier, played.owner)
         assert (await played.store(1, 4, durable=True) == WriteStatus.FAILED).all()

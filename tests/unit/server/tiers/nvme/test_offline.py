@@ -9,6 +9,7 @@ import pytest
 
 from kvkeep_server.core.clock import SystemClock
 from kvkeep_server.tiers.nvme import offline
+from kvkeep_server.tiers.nvme.epoch_format import EpochState, encode, file_name
 from kvkeep_server.tiers.nvme.files import DiskFiles
 from kvkeep_server.tiers.nvme.offline import OfflineCheck
 from tests.fakes.nvme_blocks import blocks_of
@@ -197,17 +198,53 @@ def test_more_than_a_segment_above_the_limit_is_found(path, write):
     assert f"{path} takes 1.9MiB, more than a segment above the " in finding
 
 
-def test_segments_and_records_are_numbered_once_in_all_directories(path, write, tmp_path):
+def test_a_copy_in_another_directory_is_found(path, write, tmp_path):
     write()
     other = tmp_path / "other"
     other.mkdir()
     (file,) = segments(path)
     (other / file.name).write_bytes(file.read_bytes())
     report = check(path, other)
+    unused = "nothing of it is used, its bytes count until you remove it"
+    assert report.findings == [f"{other}/{file.name} is a copy of {file}; {unused}"]
+    assert report.blocks_checked == COUNT
+
+
+def test_directories_of_two_daemons_are_found(path, write, tmp_path):
+    write()
+    other = tmp_path / "other"
+    write(seed=2, paths=[other])
+    (file,) = segments(path)
+    report = check(path, other)
+    two = "and is another segment: a daemon does not start with both directories"
     assert report.findings == [
-        f"{other}/{file.name} has the number of {file}",
+        f"{other}/{file.name} has the number of {file}, {two}",
         f"{COUNT} record numbers were given out twice",
     ]
+
+
+def test_files_of_epochs_are_looked_at(path, write):
+    write()
+    state = EpochState({b"f" * 16: 1}, (b"b" * 16,))
+    first, second = path / file_name(1), path / file_name(2)
+    first.write_bytes(encode(state, 1))
+    (path / "epochs-ffffffffffffffff.kvke").write_bytes(b"x")
+    (path / file_name(7)).write_bytes(b"x")
+    assert check(path).findings == []
+    notes = check(path).notes
+    assert [note.split(" is ")[0] for note in notes] == [
+        f"{path}/epochs-ffffffffffffffff.kvke",
+        f"{path}/{file_name(7)}",
+    ]
+    second.write_bytes(encode(state, 2)[:50])
+    (finding,) = check(path).findings
+    assert finding.startswith(f"{second} is damaged; an earlier or later one")
+    second.unlink()
+    flip(first, 40)
+    before = contents(path)
+    (finding,) = check(path).findings
+    assert finding.startswith(f"a daemon does not start: {first} is damaged. It says which blocks")
+    assert contents(path) == before
 
 
 def test_what_never_counted_is_not_held_against_it(path, threads):

@@ -14,11 +14,9 @@ from kvkeep_server.tiers.base import ReadStatus
 from kvkeep_server.tiers.nvme import segment_format as form
 from kvkeep_server.tiers.nvme.files import DiskFiles
 from kvkeep_server.tiers.nvme.segments import SegmentState
-from kvkeep_server.tiers.nvme.tier import NvmeTier
 from tests.fakes.nvme_blocks import blocks_of, with_facts
+from tests.fakes.nvme_lives import NBYTES, crash, hits, read_back, write
 from tests.fakes.nvme_tier import MIB, IndexOwner, get, nvme_tier, put, started
-
-NBYTES = 10_000
 
 
 class CountingFiles(DiskFiles):
@@ -51,49 +49,9 @@ def make(tmp_path, threads):
     return build
 
 
-def write(made, *, count=20, seed=1, close=True, durable=True, **facts):
-    """One life that stores some blocks; (their keys, their contents)."""
-    tier, owner = made
-    blocks, contents = blocks_of(count, nbytes=NBYTES, seed=seed, **facts)
-
-    async def run():
-        await started(tier, owner)
-        await put(tier, owner, blocks, contents, durable=durable)
-        await (tier.close() if close else crash(tier))
-
-    asyncio.run(run())
-    packed = blocks.keys.pack()
-    return [packed[i : i + 32] for i in range(0, len(packed), 32)], contents
-
-
-async def crash(tier: NvmeTier):
-    for log, lock in zip(tier._logs, tier._locks, strict=True):
-        log.directory.table.close_all()
-        lock.release()
-
-
-def read_back(made, keys):
-    """The next life: status and bytes of each key, and the stats before it closed."""
-    tier, owner = made
-
-    async def run():
-        await started(tier, owner)
-        got = await get(tier, owner, keys, NBYTES)
-        tier.check()
-        stats = tier.stats()
-        await tier.close()
-        return [got[key] for key in keys], stats
-
-    return asyncio.run(run())
-
-
 def the_file(tmp_path):
     (path,) = (tmp_path / "d").glob("*.kvks")
     return path
-
-
-def hits(contents):
-    return [(ReadStatus.HIT, data) for data in contents]
 
 
 @pytest.mark.parametrize("close", [True, False], ids=["closed", "killed"])
@@ -229,16 +187,6 @@ def test_a_segment_that_was_made_and_never_begun_is_given_back(make, tmp_path, n
     (directory,) = stats.directories
     assert directory.skipped == {str(zeroed): "its header is damaged"}
     assert directory.used_nbytes == good.stat().st_size + zeroed.stat().st_size
-
-
-def test_new_segments_never_take_the_name_of_another_file(make, tmp_path):
-    (tmp_path / "d").mkdir()
-    (tmp_path / "d" / "000000ff.kvks").write_bytes(b"?")
-    write(make(), count=1)
-    assert {path.name for path in (tmp_path / "d").glob("*.kvks")} == {
-        "000000ff.kvks",
-        "00000100.kvks",
-    }
 
 
 @pytest.mark.promise("P01", gate=300, nightly=10_000, unit="bits flipped at rest")

@@ -64,7 +64,7 @@ def test_files_of_others_count_and_keep_their_names(table):
         Found("kvkeep.lock", 40, 4096, regular=True),
         Found("0000000b.kvks", MIB, 0, regular=False),
     ]
-    assert table.load(found) == 10
+    assert table.load(found) == {0, 10, 11}
     assert list(table.segments) == [10]
     assert table.foreign == ["0000000A.kvks", "00000000.kvks", "../x.kvks", "0000000b.kvks"]
     assert table.used_nbytes == 3 * MIB + 4096
