@@ -88,7 +88,7 @@ class NvmeSettings:
         "free_min",
         Size(0, 16 * TiB),
         "1GiB",
-        "Left free on the file system for others.",
+        "Left free on the file system for others. Once they use it, the oldest blocks give way.",
     )
     queue_nbytes: int = setting(
         "queue",
