@@ -76,7 +76,8 @@ class NvmeSettings:
         "max",
         DiskShare(),
         "50%",
-        "Most that it may take in each directory, of the file system or in bytes.",
+        "Most that it takes in each directory at any moment, of the file system or in bytes. One"
+        " segment of it is for reclaim.",
     )
     segment_nbytes: int = setting(
         "segment",

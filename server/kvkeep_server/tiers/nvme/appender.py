@@ -38,7 +38,7 @@ class Append:
         rows: Their headers; `record_seq` is set, `location` gets set (0 = not written).
         sources: The stored bytes of each; empty for a tombstone.
         durable: Wait for fdatasync.
-        for_reclaim: May take the one segment above the limit.
+        for_reclaim: May take the one segment that users leave.
         held: Segments that must stay until `release`, because their records are not committed;
             None = nobody commits these.
         status: A `WriteStatus` each, when `done`.

@@ -19,6 +19,8 @@ from kvkeep_server.tiers.record import PAGE_NBYTES
 SEQ_NONE = (1 << 64) - 1
 # More than any file system has: nobody asked it yet.
 _UNKNOWN_NBYTES = 1 << 62
+# The lock and the files of epochs: a page each, and nobody counts them one by one.
+_ASIDE_NBYTES = 4 * PAGE_NBYTES
 LOCK_NAME = "kvkeep.lock"
 _NAME = re.compile(r"([0-9a-f]{8})\.kvks")
 
@@ -151,7 +153,7 @@ class DirectorySettings:
 
     Attributes:
         path: Where the segments lie; made where it is missing.
-        max_nbytes: Of all files in it. Exceeded by at most one segment, while one is reclaimed.
+        max_nbytes: Of all files in it, at any moment; at least four segments.
         segment_nbytes: Of one segment, a multiple of 4096.
         free_min_nbytes: Left free on the file system: by users always, by reclaim and by removals
             as far as others left it.
@@ -229,19 +231,22 @@ class SegmentTable:
     def note_free(self, free_nbytes: int) -> None:
         """The file system has so much free for us, `free_min` included."""
         self._disk_nbytes = self.used_nbytes + free_nbytes
-        if self._ours_nbytes >= self.settings.max_nbytes:
+        if self._of_disk_nbytes >= self._of_limit_nbytes:
             self.is_limited = False
         elif self.is_short:
             self.is_limited = True
 
     @property
     def user_limit_nbytes(self) -> int:
-        """What may be used with what users write."""
-        return min(self.settings.max_nbytes, self._ours_nbytes)
+        """What may be used with what users write; reclaim needs a segment more."""
+        return min(self._of_limit_nbytes, self._of_disk_nbytes)
 
     @property
-    def _ours_nbytes(self) -> int:
-        """Of the file system; without the segment that reclaim needs to give others back."""
+    def _of_limit_nbytes(self) -> int:
+        return self.settings.max_nbytes - _ASIDE_NBYTES - self.settings.segment_nbytes
+
+    @property
+    def _of_disk_nbytes(self) -> int:
         settings = self.settings
         return self._disk_nbytes - settings.free_min_nbytes - settings.segment_nbytes
 
@@ -249,13 +254,13 @@ class SegmentTable:
         """Whether there is room for another segment.
 
         Args:
-            for_reclaim: One more is allowed for what is reinserted: room comes back at its end.
+            for_reclaim: The one that users leave is for what is reinserted: room comes back at its
+                end.
         """
-        segment_nbytes = self.settings.segment_nbytes
         limit = self.user_limit_nbytes
         if for_reclaim:
-            limit = min(self.settings.max_nbytes + segment_nbytes, self._disk_nbytes)
-        return self.used_nbytes + segment_nbytes <= limit
+            limit = min(self.settings.max_nbytes - _ASIDE_NBYTES, self._disk_nbytes)
+        return self.used_nbytes + self.settings.segment_nbytes <= limit
 
     @property
     def is_over(self) -> bool:
@@ -265,18 +270,18 @@ class SegmentTable:
     @property
     def is_short(self) -> bool:
         """Whether the file system has no room for another segment of users."""
-        return self.used_nbytes + self.settings.segment_nbytes > self._ours_nbytes
+        return self.used_nbytes + self.settings.segment_nbytes > self._of_disk_nbytes
 
     @property
     def is_hopeless(self) -> bool:
         """Whether it would not have it either if all that may go had gone."""
         stays_nbytes = self._foreign_nbytes + self._skipped_nbytes
-        return stays_nbytes + self.settings.segment_nbytes > self._ours_nbytes
+        return stays_nbytes + self.settings.segment_nbytes > self._of_disk_nbytes
 
     @property
     def gives_back(self) -> bool:
-        """Whether a segment is to go: above the limit, or where the file system has room then."""
-        within = self.used_nbytes + self.settings.segment_nbytes <= self.settings.max_nbytes
+        """Whether a segment is to go: at the limit, or where the file system has room then."""
+        within = self.used_nbytes + self.settings.segment_nbytes <= self._of_limit_nbytes
         return not within or (self.is_short and not self.is_hopeless)
 
     def shortage(self) -> str:

@@ -265,7 +265,7 @@ def test_a_log_that_is_full_gives_the_oldest_back_and_keeps_what_was_used(direct
         core.check()
         assert core.core.nvme.tier.stats().counts.reclaimed > 10
         nbytes = sum(d.used_nbytes for d in core.core.nvme.tier.stats().directories)
-        assert nbytes <= 18 * MIB
+        assert nbytes <= 16 * MIB
 
 
 def test_nobody_waits_longer_than_he_said(directory):
