@@ -23,7 +23,6 @@ from tests.fakes.sealed_segments import write_segments
 from tests.fakes.waiting import wait_until
 from tests.fakes.ways import at_one_port
 
-SEGMENT = 2 * MIB
 CHAIN = LENGTH * NBYTES
 
 
@@ -55,13 +54,13 @@ def test_it_stays_below_its_limit_and_shrinks_after_restarts(daemon, path, promi
         before = used_nbytes(path)
         daemon.start()
         with chains_of(daemon) as chains:
-            limit = max(before, size * MIB + SEGMENT)
+            limit = max(before, size * MIB)
             for _ in range(source.randint(5, 40)):
                 last = next(names)
                 chains.store(last, ack=source.choice(["ram", "nvme"]))
                 assert used_nbytes(path) <= limit
             wait_until(
-                lambda: used_nbytes(path) <= size * MIB + SEGMENT,  # noqa: B023
+                lambda: used_nbytes(path) <= size * MIB,  # noqa: B023
                 20,
                 "it shrinks behind",
             )
@@ -94,7 +93,7 @@ def test_three_times_the_limit_with_default_policies_evicts(daemon, path):
         try:
             for name in range(3 * 16 * MIB // CHAIN):
                 chains.store(name)
-                assert used_nbytes(path) <= 16 * MIB + SEGMENT
+                assert used_nbytes(path) <= 16 * MIB
         finally:
             over.set()
             removing.join()

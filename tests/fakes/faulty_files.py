@@ -1,4 +1,4 @@
-"""A file system that fails at the Nth call, or from then on, or as a test says."""
+"""A file system that fails at the Nth call, or from then on, or as a test says; and a small one."""
 
 import errno
 import os
@@ -76,3 +76,36 @@ def _checked(name):
 
 for _name in set(CALLS) - {"pwritev", "fdatasync"}:
     setattr(FaultyFiles, _name, _checked(_name))
+
+
+class SmallDisk(DiskFiles):
+    """The file system of one directory, with so much room for it and for others.
+
+    `least_nbytes` is the least that was ever free; `hidden_nbytes` is room that it says it has and
+    does not give, as with a quota.
+    """
+
+    def __init__(self, directory, nbytes):
+        super().__init__()
+        self.directory = str(directory)
+        self.nbytes = nbytes
+        self.others_nbytes = 0
+        self.hidden_nbytes = 0
+        self.least_nbytes = nbytes
+
+    def _left(self):
+        with os.scandir(self.directory) as entries:
+            used = sum(entry.stat().st_size for entry in entries if entry.name.endswith(".kvks"))
+        return max(0, self.nbytes - self.others_nbytes - used)
+
+    def free_nbytes(self, directory):
+        """What is left."""
+        assert directory == self.directory
+        return self._left()
+
+    def allocate(self, fd, nbytes):
+        """Not more than is left."""
+        if nbytes > self._left() - self.hidden_nbytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        super().allocate(fd, nbytes)
+        self.least_nbytes = min(self.least_nbytes, self._left())

@@ -76,7 +76,8 @@ class NvmeSettings:
         "max",
         DiskShare(),
         "50%",
-        "Most that it may take in each directory, of the file system or in bytes.",
+        "Most that it takes in each directory at any moment, of the file system or in bytes. One"
+        " segment of it is for reclaim.",
     )
     segment_nbytes: int = setting(
         "segment",
@@ -88,7 +89,7 @@ class NvmeSettings:
         "free_min",
         Size(0, 16 * TiB),
         "1GiB",
-        "Left free on the file system for others.",
+        "Left free on the file system for others. Once they use it, the oldest blocks give way.",
     )
     queue_nbytes: int = setting(
         "queue",

@@ -38,6 +38,9 @@ _SWEEP_S = 0.05
 _DRAINED_UNITS = 256
 # Of each directory, in the log.
 _NAMED_MAX = 20
+_SICK, _WELL = "nvme: a directory takes no writes", "nvme: a directory takes writes again"
+_SHORT = "nvme: the file system has less room than nvme.max allows; the oldest blocks go for it"
+_ROOMY = "nvme: the file system has the room that nvme.max allows again"
 
 _log = logging.getLogger(__name__)
 
@@ -97,6 +100,7 @@ class NvmeSide:
         self._book = book
         self._epochs = epochs
         self._sick: dict[str, str] = {}
+        self._short: dict[str, str] = {}
         self._writers = ThreadPoolExecutor(_WRITE_THREADS, thread_name_prefix="kvkeep-write")
         self.records = Records(
             residency=residency, policy=UsedReinsertion(), keyspace_of=book.by_name
@@ -188,18 +192,20 @@ class NvmeSide:
             if self._residency.lost:
                 await self.removal.of_lost()
             self._left_out.offer()
-            self._tell_of_sick_directories()
+            self._tell_of_directories()
             await asyncio.sleep(_SWEEP_S)
 
-    def _tell_of_sick_directories(self) -> None:
-        """Logs it when a directory takes no writes any more, and when it does again."""
-        sick = {one.path: one.sick for one in self.tier.stats().directories if one.sick}
-        for path in sick.keys() - self._sick.keys():
-            extra = {"directory": path, "reason": sick[path]}
-            _log.warning("nvme: a directory takes no writes", extra=extra)
-        for path in self._sick.keys() - sick.keys():
-            _log.info("nvme: a directory takes writes again", extra={"directory": path})
-        self._sick = sick
+    def _tell_of_directories(self) -> None:
+        """Logs it when a directory takes no writes any more, or its file system has less room than
+        it may take, and when that is over."""
+        stats = self.tier.stats().directories
+        sick = {one.path: one.sick for one in stats if one.sick}
+        # Where nothing can be written the same reason was told.
+        short = {one.path: one.shortage for one in stats if one.shortage}
+        short = {path: short[path] for path in short if path in self._short or path not in sick}
+        _tell_changes(self._sick, sick, _SICK, _WELL)
+        _tell_changes(self._short, short, _SHORT, _ROOMY)
+        self._sick, self._short = sick, short
 
     async def drain(self) -> None:
         """Queues what is in ram only, and waits until all is written. Cancel it when the time is
@@ -255,6 +261,14 @@ async def nvme_at_work(
         work.cancel()
         await asyncio.gather(work, return_exceptions=True)
         await nvme.close()
+
+
+def _tell_changes(before: dict[str, str], now: dict[str, str], began: str, ended: str) -> None:
+    """Logs of which directories something is true that was not, with the reason, and no more."""
+    for path in now.keys() - before.keys():
+        _log.warning(began, extra={"directory": path, "reason": now[path]})
+    for path in before.keys() - now.keys():
+        _log.info(ended, extra={"directory": path})
 
 
 def _stop_when_broken(work: asyncio.Task[None]) -> None:

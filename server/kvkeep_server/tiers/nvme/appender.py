@@ -6,7 +6,6 @@ sync failed takes nothing any more: a failed fdatasync is never tried again and 
 """
 
 import asyncio
-import errno
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvkeep_server.tiers.base import WriteStatus
-from kvkeep_server.tiers.nvme.directory import Directory, finish
+from kvkeep_server.tiers.nvme.directory import FULL, Directory, finish
 from kvkeep_server.tiers.nvme.segment_format import (
     FIRST_PAGE,
     NUMBER_SHIFT,
@@ -39,7 +38,7 @@ class Append:
         rows: Their headers; `record_seq` is set, `location` gets set (0 = not written).
         sources: The stored bytes of each; empty for a tombstone.
         durable: Wait for fdatasync.
-        for_reclaim: May take the one segment above the limit.
+        for_reclaim: May take the one segment that users leave.
         held: Segments that must stay until `release`, because their records are not committed;
             None = nobody commits these.
         status: A `WriteStatus` each, when `done`.
@@ -334,11 +333,16 @@ class Appender:
 
     async def _make_room(self) -> None:
         """A segment that takes the first record that waits; or that append ends without one."""
-        append, table = self._queue[0], self._directory.table
+        table = self._directory.table
+        was_over = table.is_over
+        await self._directory.measure()
+        if not self._queue or was_over > table.is_over:
+            return  # who waited has gone, or fits into the segment that there is
+        append = self._queue[0]
         over = table.is_over and not append.for_reclaim
         if over or not table.may_create(for_reclaim=append.for_reclaim):
             self._turn_away(append, WriteStatus.THROTTLED)
-        elif not self._directory.health.may_try():
+        elif not self._may_try(append):
             self._turn_away(append, WriteStatus.FAILED)
         else:
             if self.active is not None:
@@ -347,6 +351,11 @@ class Appender:
             # While it was made, who waited may have gone.
             if status != WriteStatus.WRITTEN and self._queue and self._queue[0] is append:
                 self._turn_away(append, status)
+
+    def _may_try(self, append: Append) -> bool:
+        """What is sick for want of room gets well by reclaim, so that need not wait."""
+        health = self._directory.health
+        return health.may_try() or (append.for_reclaim and health.is_full)
 
     def _turn_away(self, append: Append, status: WriteStatus) -> None:
         self._queue.popleft()
@@ -379,7 +388,7 @@ class Appender:
             else:
                 directory.table.retire(segment)
                 await directory.unlink_retired()
-            full = error.errno in {errno.ENOSPC, errno.EDQUOT}
+            full = error.errno in FULL
             if full:
                 directory.starved.set()
                 directory.room_needed.set()

@@ -45,8 +45,8 @@ class NvmeBatch:
         assert len(blocks) == len(self._locations) == len(sources)
         if not len(blocks):
             return np.empty(0, np.uint8)
-        if not self._log.directory.health.admits:
-            raise TierUnavailableError(f"nvme: {self._log.directory.health.reason}")
+        if not self._log.directory.admits:
+            raise TierUnavailableError(f"nvme: {self._log.directory.sick}")
         rows = rows_of(blocks)
         rows["record_seq"] = self._log.directory.sequence.take_seqs(len(rows))
         append = Append.of(rows, sources, durable=durable, hold=True)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ U64 = NDArray[np.uint64]
 OP_RECORDS_MAX = 256
 OP_NBYTES_MAX = 8 << 20
 _PAIR_NBYTES = 2 * 4096
+# A file system without room, or a quota of it.
+FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 class RecordOwner(Protocol):
@@ -155,11 +158,13 @@ class Health:
 
     Attributes:
         reason: Why it does not; "" = it does.
+        is_full: It does not because there is no room.
     """
 
     def __init__(self, *, clock: Clock, probe_interval_s: float) -> None:
         """See the class."""
         self.reason = ""
+        self.is_full = False
         self._clock = clock
         self._interval_s = probe_interval_s
         self._next_probe_s = 0.0
@@ -188,12 +193,14 @@ class Health:
     def failed(self, error: Exception) -> None:
         """A write did not work."""
         self.reason = str(error) or type(error).__name__
+        self.is_full = isinstance(error, OSError) and error.errno in FULL
         self._probing = False
         self._next_probe_s = self._clock.monotonic_s() + self._interval_s
 
     def worked(self) -> None:
         """A write worked."""
         self.reason = ""
+        self.is_full = False
         self._probing = False
 
 
@@ -240,7 +247,8 @@ class Directory:
         owner: Of the records.
         wall_ms: The log's clock: wall time that never goes back.
         room_needed: Set when a segment was made or somebody was turned away: time to reclaim.
-        starved: Set when the file system had no room for a segment.
+        starved: Set when the file system had no room, whatever it had said of itself: a quota, or
+            somebody was faster.
     """
 
     table: SegmentTable
@@ -254,6 +262,22 @@ class Directory:
     wall_ms: Callable[[], int]
     room_needed: asyncio.Event = field(default_factory=asyncio.Event)
     starved: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def sick(self) -> str:
+        """Why it takes no writes; "" = it does."""
+        return self.health.reason or (self.table.shortage() if self.table.is_hopeless else "")
+
+    @property
+    def admits(self) -> bool:
+        """Whether a write has a chance now."""
+        return self.health.admits and not self.table.is_hopeless
+
+    async def measure(self) -> None:
+        """Asks the file system what it has free; where it does not say, its last answer counts."""
+        path = self.table.settings.path
+        with contextlib.suppress(OSError):
+            self.table.note_free(await self.run(partial(self.files.free_nbytes, path)))
 
     async def run(self, work: Callable[[], T]) -> T:
         """Runs blocking work in a writer thread, to its end also when the caller is cancelled."""

@@ -42,11 +42,13 @@ class Log:
     def room(self, nbytes: int) -> int:
         """How many blocks of this size find room now, in whatever class."""
         table = self.directory.table
-        if table.is_over:
+        settings = table.settings
+        # Where there never is room, whoever writes is told so at once, and does not wait for it.
+        limit = settings.max_nbytes if table.is_hopeless else table.user_limit_nbytes
+        if table.used_nbytes > limit:
             return 0
         needed = record_pages(nbytes)
-        settings = table.settings
-        free = max(0, settings.max_nbytes - table.used_nbytes) // settings.segment_nbytes
+        free = (limit - table.used_nbytes) // settings.segment_nbytes
         pages = settings.segment_nbytes // PAGE_NBYTES
         empty = Segment(0, "", 0, pages, "", SegmentState.ACTIVE)
         actives = [appender.active for appender in self._appenders.values()]
@@ -121,22 +123,25 @@ class Log:
 
     async def reclaim_behind(self, retry_s: float) -> None:
         """Keeps room for one more segment; waits a while after one that gave nothing back."""
-        needed = self.directory.room_needed
+        needed, table = self.directory.room_needed, self.directory.table
         while True:
+            # While nothing is written, others may fill the file system: it is asked when a segment
+            # was made, or until it has room again.
+            if needed.is_set() or table.is_limited:
+                await self.directory.measure()
+            needed.clear()
             while self._needs_room():
-                used_nbytes = self.directory.table.used_nbytes
-                if not await self.reclaim_oldest():
+                used_nbytes = table.used_nbytes
+                if not await self.reclaim_oldest() or table.used_nbytes >= used_nbytes:
                     break
-                if self.directory.table.used_nbytes >= used_nbytes:
-                    break
+                await self.directory.measure()
             # Not `wait_for`: in Python 3.11 it loses a cancellation that meets the event.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(retry_s):
                     await needed.wait()
-            needed.clear()
 
     def _needs_room(self) -> bool:
-        return self.directory.starved.is_set() or not self.directory.table.may_create()
+        return self.directory.starved.is_set() or self.directory.table.gives_back
 
     async def reclaim_oldest(self) -> bool:
         """See `Reclaimer.reclaim_oldest`; where every segment is active, they end first."""

@@ -141,10 +141,10 @@ class OfflineCheck:
         report.disks.append((settings.path, table.used_nbytes, settings.max_nbytes))
         for name in sorted(table.foreign):
             report.note(f"{settings.path}/{name} is not ours: its bytes count, nobody touches it")
-        if table.used_nbytes > settings.max_nbytes + settings.segment_nbytes:
+        if table.used_nbytes > settings.max_nbytes:
             report.find(
-                f"{settings.path} takes {show_size(table.used_nbytes)}, more than a segment above"
-                f" the {show_size(settings.max_nbytes)} allowed; a daemon gives back what is over"
+                f"{settings.path} takes {show_size(table.used_nbytes)}, more than the"
+                f" {show_size(settings.max_nbytes)} allowed; a daemon gives back what is over"
             )
 
     def _epochs(self, directory: str) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from kvkeep_server.core.quantities import show_size
 from kvkeep_server.tiers.nvme.epoch_format import UNFINISHED_NAME, number_of
 from kvkeep_server.tiers.nvme.files import Files, Found
 from kvkeep_server.tiers.nvme.segment_format import FIRST_PAGE, PAGE_MAX, table_pages
@@ -16,6 +17,10 @@ from kvkeep_server.tiers.record import PAGE_NBYTES
 
 # No record number is so large: it starts at a segment number << 32.
 SEQ_NONE = (1 << 64) - 1
+# More than any file system has: nobody asked it yet.
+_UNKNOWN_NBYTES = 1 << 62
+# The lock and the files of epochs: a page each, and nobody counts them one by one.
+_ASIDE_NBYTES = 4 * PAGE_NBYTES
 LOCK_NAME = "kvkeep.lock"
 _OTHER_NAMES = (LOCK_NAME, UNFINISHED_NAME)
 _NAME = re.compile(r"([0-9a-f]{8})\.kvks")
@@ -149,9 +154,10 @@ class DirectorySettings:
 
     Attributes:
         path: Where the segments lie; made where it is missing.
-        max_nbytes: Of all files in it. Exceeded by at most one segment, while one is reclaimed.
+        max_nbytes: Of all files in it, at any moment; at least four segments.
         segment_nbytes: Of one segment, a multiple of 4096.
-        free_min_nbytes: Left free on the file system.
+        free_min_nbytes: Left free on the file system: by users always, by reclaim and by removals
+            as far as others left it.
         open_max: Segments whose files are open at a time.
     """
 
@@ -165,9 +171,19 @@ class DirectorySettings:
 class SegmentTable:
     """All segments of one directory.
 
+    What bounds it is the limit, or the file system if that has less: then it gives its oldest
+    segments back as at the limit.
+
     Args:
         settings: See there.
         files: Its file system.
+
+    Attributes:
+        segments: By number.
+        foreign: Names that are not ours.
+        skipped: Files of which nothing is used, and why.
+        used_nbytes: What counts.
+        is_limited: The file system has less than the limit allows, and that was felt.
     """
 
     def __init__(self, *, settings: DirectorySettings, files: Files) -> None:
@@ -177,7 +193,11 @@ class SegmentTable:
         self.foreign: list[str] = []
         self.skipped: dict[str, str] = {}
         self.used_nbytes = 0
+        self.is_limited = False
+        # What the file system has for this directory, used or free, when it was last asked.
+        self._disk_nbytes = _UNKNOWN_NBYTES
         self._foreign_nbytes = 0
+        self._skipped_nbytes = 0
         self._files = files
         # Of reclaimed segments whose file is still there.
         self._leaving: set[Segment] = set()
@@ -210,20 +230,73 @@ class SegmentTable:
         self.used_nbytes += self._foreign_nbytes
         return named
 
+    def note_free(self, free_nbytes: int) -> None:
+        """The file system has so much free for us, `free_min` included."""
+        self._disk_nbytes = self.used_nbytes + free_nbytes
+        if self._of_disk_nbytes >= self._of_limit_nbytes:
+            self.is_limited = False
+        elif self.is_short:
+            self.is_limited = True
+
+    @property
+    def user_limit_nbytes(self) -> int:
+        """What may be used with what users write; reclaim needs a segment more."""
+        return min(self._of_limit_nbytes, self._of_disk_nbytes)
+
+    @property
+    def _of_limit_nbytes(self) -> int:
+        return self.settings.max_nbytes - _ASIDE_NBYTES - self.settings.segment_nbytes
+
+    @property
+    def _of_disk_nbytes(self) -> int:
+        settings = self.settings
+        return self._disk_nbytes - settings.free_min_nbytes - settings.segment_nbytes
+
     def may_create(self, *, for_reclaim: bool = False) -> bool:
-        """Whether the limit leaves room for another segment.
+        """Whether there is room for another segment.
 
         Args:
-            for_reclaim: One more is allowed for what is reinserted: room comes back at its end.
+            for_reclaim: The one that users leave is for what is reinserted: room comes back at its
+                end.
         """
-        extra = self.settings.segment_nbytes if for_reclaim else 0
-        limit = self.settings.max_nbytes + extra
+        limit = self.user_limit_nbytes
+        if for_reclaim:
+            limit = min(self.settings.max_nbytes - _ASIDE_NBYTES, self._disk_nbytes)
         return self.used_nbytes + self.settings.segment_nbytes <= limit
 
     @property
     def is_over(self) -> bool:
-        """Whether more is used than the limit allows: nothing may be written for users."""
-        return self.used_nbytes > self.settings.max_nbytes
+        """Whether more is used than users may: nothing may be written for them."""
+        return self.used_nbytes > self.user_limit_nbytes
+
+    @property
+    def is_short(self) -> bool:
+        """Whether the file system has no room for another segment of users."""
+        return self.used_nbytes + self.settings.segment_nbytes > self._of_disk_nbytes
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether it would not have it either if all that may go had gone."""
+        stays_nbytes = self._foreign_nbytes + self._skipped_nbytes
+        return stays_nbytes + self.settings.segment_nbytes > self._of_disk_nbytes
+
+    @property
+    def gives_back(self) -> bool:
+        """Whether a segment is to go: at the limit, or where the file system has room then."""
+        within = self.used_nbytes + self.settings.segment_nbytes <= self._of_limit_nbytes
+        return not within or (self.is_short and not self.is_hopeless)
+
+    def shortage(self) -> str:
+        """What the file system lacks, and what to do about it."""
+        settings = self.settings
+        free = show_size(max(0, self._disk_nbytes - self.used_nbytes))
+        kept = show_size(settings.free_min_nbytes)
+        needed = show_size(2 * settings.segment_nbytes)
+        return (
+            f"the file system of {settings.path} has {free} free; nvme.free_min keeps {kept} of it"
+            f" for others, and two segments need {needed}: make room on it, lower nvme.free_min or"
+            " nvme.segment, or name another directory"
+        )
 
     def begin(self, number: int, retention_class: str) -> Segment:
         """A new active segment, counted as used from now on; its file is the caller's to make."""
@@ -243,6 +316,7 @@ class SegmentTable:
         """Uses nothing of a segment; its bytes go on counting."""
         segment.advance(SegmentEvent.SKIP)
         self.skipped[segment.path] = reason
+        self._skipped_nbytes += segment.nbytes
 
     def of_states(self, *states: SegmentState) -> list[Segment]:
         """Segments in one of these states, oldest number first."""

@@ -17,6 +17,7 @@ class DirectoryStats:
         segments: Number of files by state.
         waiting_to_go: Reclaimed segments whose file is still there.
         sick: Why it takes no writes; "" = it does.
+        shortage: Why it has to do with less than `max_nbytes`; "" = it has not.
         foreign: Names that are not ours.
         skipped: Files of which nothing is used, and why.
     """
@@ -27,6 +28,7 @@ class DirectoryStats:
     segments: dict[SegmentState, int]
     waiting_to_go: int
     sick: str
+    shortage: str
     foreign: tuple[str, ...]
     skipped: dict[str, str]
 
@@ -51,7 +53,8 @@ def directory_stats(directory: Directory) -> DirectoryStats:
         used_nbytes=table.used_nbytes,
         segments={state: states.count(state) for state in set(states)},
         waiting_to_go=table.waiting_to_go,
-        sick=directory.health.reason,
+        sick=directory.sick,
+        shortage=table.shortage() if table.is_limited else "",
         foreign=tuple(table.foreign),
         skipped=dict(table.skipped),
     )

@@ -166,6 +166,7 @@ class NvmeTier:
             path = directory.table.settings.path
             found = await directory.run(partial(self._files.listing, path))
             named |= directory.table.load(found)
+            await directory.measure()
         await self._logs[0].directory.run(partial(self._number, named))
 
     def _number(self, named: set[int]) -> None:
@@ -289,7 +290,7 @@ class NvmeTier:
                 f"1 to {self.block_nbytes_max} (one segment of the nvme tier)",
                 "raise nvme.segment, or store smaller blocks",
             )
-        well = [log for log in self._logs if log.directory.health.admits] or self._logs
+        well = [log for log in self._logs if log.directory.admits] or self._logs
         rooms = [log.room(nbytes) for log in well]
         # A chain stays together where the whole of it fits; new ones go where most room is.
         best = int(np.argmax(rooms))
@@ -426,7 +427,7 @@ class NvmeTier:
         await asyncio.gather(*(log.append(name, append) for log, name, append in appends))
         for log, _, append in appends:
             if (append.status != WriteStatus.WRITTEN).any():
-                reason = log.directory.health.reason or "no room"
+                reason = log.directory.sick or "no room"
                 raise TierUnavailableError(f"nvme: removed, but not on the medium: {reason}")
 
 

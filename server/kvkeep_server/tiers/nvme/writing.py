@@ -1,9 +1,7 @@
 """What a writer thread does: encode headers, gather buffers, write, sync. Blocks; any thread."""
 
 import contextlib
-import errno
 import mmap
-import os
 from collections.abc import Sequence
 
 import numpy as np
@@ -48,11 +46,8 @@ def create_segment(
         The descriptor.
 
     Raises:
-        OSError: it did not work, or the file system has to keep its last bytes free (ENOSPC); a
-            file may be left.
+        OSError: it did not work; a file may be left.
     """
-    if files.free_nbytes(settings.path) < settings.segment_nbytes + settings.free_min_nbytes:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), settings.path)
     fd = files.create(path)
     try:
         files.allocate(fd, settings.segment_nbytes)

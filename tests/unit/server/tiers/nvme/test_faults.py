@@ -130,7 +130,7 @@ async def heals(story):
     await story.tier._logs[0].directory.unlink_retired()
     story.tier.check()
     used = story.tier.stats().directories[0].used_nbytes
-    assert used <= 5 * MIB
+    assert used <= 4 * MIB
 
 
 def live(path, files):

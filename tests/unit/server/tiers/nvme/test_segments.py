@@ -43,14 +43,18 @@ def test_only_what_the_table_names_can_happen(state, event):
         assert segment.state == state
 
 
-def test_one_segment_more_is_allowed_for_reclaim_only(table):
-    for number in range(1, 5):
+def test_users_leave_the_segment_that_reclaim_needs(tmp_path):
+    aside = 4 * 4096
+    settings = directory_settings(tmp_path, max_nbytes=4 * MIB + aside)
+    table = SegmentTable(settings=settings, files=DiskFiles())
+    for number in range(1, 4):
         assert table.may_create()
         table.begin(number, "a")
     assert not table.may_create()
     assert table.may_create(for_reclaim=True)
     assert not table.is_over
-    table.begin(5, "a")
+    table.begin(4, "a")
+    assert table.used_nbytes + aside == settings.max_nbytes
     assert table.is_over
     assert not table.may_create(for_reclaim=True)
 
