@@ -86,6 +86,8 @@ def places(tmp_path):
 @pytest.mark.parametrize(
     ("path", "why"),
     [
+        ("{here}/circle", "lead in a circle"),
+        ("{here}/circle/kv", "lead in a circle"),
         ("{here}/nowhere", "is behind a link that leads nowhere, {here}/nowhere"),
         ("{here}/nowhere/kv", "is behind a link that leads nowhere, {here}/nowhere"),
         ("{here}/file", "is no directory, for {here}/file is none"),
