@@ -45,9 +45,14 @@ class Page:
             assert self.sum("kvkeep_blocks_asked_total", call=call) == answered
         assert {series: v for series, v in self.samples.items() if v < 0} == {}
         stored = self.sum("kvkeep_commit_blocks_total", status="stored")
-        evicted = self.sum("kvkeep_block_age_at_eviction_seconds_count")
-        assert evicted == self.sum("kvkeep_blocks_left_total", reason="evicted")
-        assert self.sum("kvkeep_tier_blocks") == stored - self.sum("kvkeep_blocks_left_total")
+        demoted = self.sum("kvkeep_blocks_demoted_total")
+        for tier, stay in (("ram", demoted), ("nvme", 0)):
+            left = self.sum("kvkeep_blocks_left_total", tier=tier, reason="evicted")
+            aged = self.sum("kvkeep_block_age_at_eviction_seconds_count", tier=tier)
+            assert aged == left + stay, tier
+        if not self.sum("kvkeep_tier_limit_bytes", tier="nvme"):
+            left = self.sum("kvkeep_blocks_left_total")
+            assert self.sum("kvkeep_tier_blocks") == stored - left
         assert self.sum("kvkeep_pool_bytes") <= self.sum("kvkeep_tier_limit_bytes", tier="ram")
         for metric in CATALOG.values():
             if metric.kind is MetricKind.HISTOGRAM:

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from kvkeep_server.config import load
-from kvkeep_server.config.parts import nvme_directories
+from kvkeep_server.config.disks import nvme_directories
 from kvkeep_server.core.clock import SystemClock
 from kvkeep_server.core.errors import FailedPreconditionError, KVKeepError
 from kvkeep_server.core.memory_limit import read_memory_limit

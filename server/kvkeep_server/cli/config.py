@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from kvkeep_server.config import KEYS, TABLES, Key, Loaded, load, memory_plan
+from kvkeep_server.config.disks import check_disks
 from kvkeep_server.core.memory_limit import read_memory_limit
 from kvkeep_server.core.quantities import show_size
 from kvkeep_server.metrics.catalog import CATALOG, series_max
@@ -47,12 +48,16 @@ def check(file: Path | None) -> None:
     """Check FILE, or the embedded default, against this machine; exit code 78 if it is refused."""
     loaded = load(file, read_memory_limit())
     plan = memory_plan(loaded.settings)
-    click.echo(f"{file or 'the embedded default'}: ok")
+    source = str(file or "the embedded default")
+    warnings = check_disks(loaded.settings, source)
+    click.echo(f"{source}: ok")
     click.echo(
         f"memory: ram {show_size(plan.pool_nbytes)} + staging {show_size(plan.staging_nbytes)}"
         f" + index and process {show_size(plan.rest_nbytes)} = {show_size(plan.nbytes)}"
         f" of {show_size(loaded.memory.nbytes)}, the {loaded.memory.source}"
     )
+    for warning in warnings:
+        click.echo(f"warning: {warning}")
 
 
 @config.command()

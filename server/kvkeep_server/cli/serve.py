@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import logging
 import random
 from pathlib import Path
 
@@ -10,9 +11,12 @@ import click
 from kvkeep_server.cli.log_lines import log_to_stderr
 from kvkeep_server.cli.runtime_dir import runtime_dir_or_default
 from kvkeep_server.config import Settings, load
+from kvkeep_server.config.disks import check_disks
 from kvkeep_server.core.clock import SystemClock
 from kvkeep_server.core.memory_limit import read_memory_limit
 from kvkeep_server.daemon import Daemon
+
+_log = logging.getLogger(__name__)
 
 
 @click.command()
@@ -32,7 +36,10 @@ from kvkeep_server.daemon import Daemon
 def serve(config_file: Path | None, runtime_dir: str) -> int:
     """Run the daemon until SIGTERM or SIGINT."""
     settings = load(config_file, read_memory_limit()).settings
+    warnings = check_disks(settings, str(config_file or "the embedded default"))
     log_to_stderr(level=settings.log.level, form=settings.log.format)
+    for warning in warnings:
+        _log.warning("settings", extra={"reason": warning})
     daemon = Daemon(
         settings=_placed(settings, runtime_dir), clock=SystemClock(), random=random.SystemRandom()
     )

@@ -182,11 +182,12 @@ def _values(
         try:
             values[path] = key.kind.parse(raw, memory.nbytes)
         except ValueError as error:
-            problems.append(_problem(path, shown(raw), key.kind.allowed, str(error)))
+            problems.append(problem(path, shown(raw), key.kind.allowed, str(error)))
     return values, problems
 
 
-def _problem(path: str, value: str, allowed: str, fix: str) -> str:
+def problem(path: str, value: str, allowed: str, fix: str) -> str:
+    """A sentence of `ConfigError`."""
     return f"{path} is {value}; allowed: {allowed}; fix: {fix}"
 
 
@@ -194,7 +195,7 @@ def _unknown_table(name: str, entries: object) -> str:
     word = shown(name)[1:-1]
     if name in TABLES:
         fix = f"write [{name}] on a line, then its keys"
-        return _problem(word, shown(entries), f"a table [{name}]", fix)
+        return problem(word, shown(entries), f"a table [{name}]", fix)
     tables = ", ".join(f"[{table}]" for table in TABLES)
     if not isinstance(entries, dict):
         homes = [path for path in KEYS if path.endswith(f".{name}")]
@@ -256,7 +257,7 @@ def _contradictions(
     for small, large in at_most:
         if values[small] > values[large] and origins[small] != "auto":
             bound = format_size(values[large])
-            yield _problem(
+            yield problem(
                 small,
                 f'"{format_size(values[small])}"',
                 f'at most {large}, which is "{bound}" ({origins[large]})',
@@ -265,7 +266,7 @@ def _contradictions(
     # A full request is all keys at their longest, with room for the other fields.
     request_nbytes = values["limits.keys_max"] * 64 + 4 * KiB
     if request_nbytes > values["limits.message_max"]:
-        yield _problem(
+        yield problem(
             "limits.keys_max",
             str(values["limits.keys_max"]),
             "what fits into limits.message_max"
@@ -282,7 +283,7 @@ def _plain_text(values: Mapping[str, Any]) -> Iterator[str]:
         return
     host, port = listen_address(listen)
     if not ipaddress.ip_address(host).is_loopback:
-        yield _problem(
+        yield problem(
             "remote.listen",
             f'"{listen}"',
             "an address of the loopback, since there is no encryption and no authentication yet",
@@ -317,7 +318,7 @@ def _memory_sum(
     path = max(parts, key=lambda part: (origins[part] == "file", parts[part]))
     other = next(part for part in parts if part != path)
     room = memory.nbytes - plan.nbytes + parts[path]
-    yield _problem(
+    yield problem(
         path,
         f'"{format_size(parts[path])}"',
         f"what with {other} ({format_size(parts[other])}), index and process"
@@ -334,7 +335,7 @@ def _too_many_rows(
 ) -> str:
     others = ", ".join(f"{path} ({format_size(nbytes)})" for path, nbytes in parts.items())
     fitting = (memory.nbytes - plan.nbytes) // INDEX_ROW_NBYTES + rows
-    return _problem(
+    return problem(
         "index.rows_initial",
         str(rows),
         f"what with {others} and process ({show_size(PROCESS_NBYTES)}) stays within"

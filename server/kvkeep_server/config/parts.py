@@ -2,14 +2,10 @@
 
 import importlib.metadata
 import platform
-import shutil
-from pathlib import Path
 
 from kvkeep_server.config import Settings
-from kvkeep_server.core.errors import FailedPreconditionError, InvalidArgumentError
+from kvkeep_server.config.disks import nvme_directories
 from kvkeep_server.core.memory_limit import read_memory_limit
-from kvkeep_server.core.quantities import show_size
-from kvkeep_server.core.settings_kinds import disk_nbytes
 from kvkeep_server.metrics.readings import Facts
 from kvkeep_server.policies.registry import prefetch_policy
 from kvkeep_server.rpc.call_limit import CallLimits
@@ -22,12 +18,9 @@ from kvkeep_server.tiering.nvme_side import NvmeFacts, NvmeMeans
 from kvkeep_server.tiering.prefetching import PrefetchFacts
 from kvkeep_server.tiering.retention_pins import PinLimits
 from kvkeep_server.tiering.watching import WatchLimits
-from kvkeep_server.tiers.nvme.segments import DirectorySettings
 from kvkeep_server.tiers.nvme.tier import NvmeSettings
 from kvkeep_server.tiers.ram.pool import PoolSettings
 
-_SEGMENTS_OPEN_MAX = 256
-_SEGMENTS_MIN = 4
 _READING_MAX_NBYTES = 256 << 20
 _WRITING_MIN_NBYTES = 64 << 20
 _SYNC_INTERVAL_S = 1.0
@@ -104,19 +97,11 @@ def nvme_facts(settings: Settings, server_epoch: int, means: NvmeMeans) -> NvmeF
     """What the nvme tier is made with; None = there is none.
 
     Raises:
-        InvalidArgumentError: A directory would hold too few segments to give any back.
+        FailedPreconditionError: As `nvme_directories`; `check_disks` says what else there may be.
     """
     nvme, directories = settings.nvme, nvme_directories(settings)
     if not directories:
         return None
-    for directory in directories:
-        if directory.max_nbytes < _SEGMENTS_MIN * directory.segment_nbytes:
-            raise InvalidArgumentError(
-                "nvme.max",
-                f"{nvme.max} ({show_size(directory.max_nbytes)} in {directory.path})",
-                f"at least {_SEGMENTS_MIN} times nvme.segment",
-                "raise it, or lower nvme.segment",
-            )
     tier = NvmeSettings(
         directories=directories,
         reading_max_nbytes=_READING_MAX_NBYTES,
@@ -132,43 +117,6 @@ def nvme_facts(settings: Settings, server_epoch: int, means: NvmeMeans) -> NvmeF
     )
     prefetch = PrefetchFacts(prefetch_policy(nvme.prefetch)(), nvme.prefetch_nbytes_max)
     return NvmeFacts(tier, queue, nvme.read_threads, prefetch, means)
-
-
-def nvme_directories(settings: Settings) -> tuple[DirectorySettings, ...]:
-    """The directories of the nvme tier, and what it may take there."""
-    nvme = settings.nvme
-    return tuple(
-        DirectorySettings(
-            path=path,
-            max_nbytes=_disk_share(nvme.max, path),
-            segment_nbytes=nvme.segment_nbytes,
-            free_min_nbytes=nvme.free_min_nbytes,
-            open_max=_SEGMENTS_OPEN_MAX,
-        )
-        for path in nvme.directories
-    )
-
-
-def _disk_share(text: str, path: str) -> int:
-    """What `nvme.max` means in a directory.
-
-    Raises:
-        FailedPreconditionError: Too little.
-    """
-    disk = _disk_of(path)
-    try:
-        return disk_nbytes(text, disk)
-    except ValueError as error:
-        msg = f"nvme.max = {text!r} of the {disk} bytes that the file system of {path} has: {error}"
-        raise FailedPreconditionError(msg) from error
-
-
-def _disk_of(path: str) -> int:
-    """Size of the file system on which a directory lies, or will."""
-    there = Path(path)
-    while not there.exists():
-        there = there.parent
-    return shutil.disk_usage(there).total
 
 
 def metric_facts(settings: Settings) -> Facts:

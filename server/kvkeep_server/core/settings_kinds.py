@@ -352,7 +352,7 @@ class DirectoryList:
         if "" in paths:
             raise ValueError("write whole paths, from / on, and not / itself")
         # Where links lead: two logs in one directory would take each other's files.
-        places = [Path(path).resolve() for path in paths]
+        places = [_resolved(path) for path in paths]
         if len(set(places)) < len(places):
             raise ValueError("name each directory once, also by way of symbolic links")
         return paths
@@ -361,6 +361,13 @@ class DirectoryList:
         """See `Kind`."""
         assert isinstance(value, tuple)
         return "[" + ", ".join(f'"{path}"' for path in value) + "]"
+
+
+def _resolved(path: str) -> Path:
+    try:
+        return Path(path).resolve()
+    except (OSError, RuntimeError) as error:  # a loop is the latter up to Python 3.12
+        raise ValueError(f"name another directory: the links of {path} lead in a circle") from error
 
 
 @dataclass(frozen=True, slots=True)

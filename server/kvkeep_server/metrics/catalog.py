@@ -205,8 +205,9 @@ _TIERS = (
     Metric(
         "kvkeep_block_age_at_eviction_seconds",
         _HISTOGRAM,
-        "Time since its last use of a block that was evicted to make room. Below the retention"
-        " that you want: buy memory.",
+        "Time since its last use of a block that was evicted to make room: each of its tier's"
+        " `kvkeep_blocks_left_total`, in ram those that stay on nvme too. Below the retention that"
+        " you want: buy memory.",
         (_TIER,),
         AGE_BOUNDS_S,
     ),

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from kvkeep_server.core.histogram import AGE_BOUNDS_S, Histogram
 from kvkeep_server.core.results import MissReason, TierId
 from kvkeep_server.metrics.catalog import Demoted, LogEvent, Promoted, SegmentKind
 from kvkeep_server.metrics.hint_values import Prefetched
@@ -17,8 +16,8 @@ _TIER = (value_of(TierId.NVME),)
 
 def nvme_readings(side: NvmeSide | None, held: Held) -> Iterator[Reading]:
     """Everything of this tier; `held` is what it holds."""
-    ages = side.records.evicted_ages if side else Histogram(AGE_BOUNDS_S)
-    yield Reading("kvkeep_block_age_at_eviction_seconds", _TIER, ages.value())
+    ages = held.evicted_ages.value()
+    yield Reading("kvkeep_block_age_at_eviction_seconds", _TIER, ages)
     for reason, blocks in held.left.items():
         if reason is not MissReason.UNSPECIFIED:
             yield Reading("kvkeep_blocks_left_total", (*_TIER, value_of(reason)), blocks)

@@ -159,7 +159,8 @@ class Readings:
     def _tier(self, pool: RamStats) -> Iterator[Reading]:
         residency = self._service.manager.residency
         tier = (value_of(self._ram.tier_id),)
-        ages, reuse = residency.evicted_ages.value(), residency.reuse_ages.value()
+        ages = residency.held[TierId.RAM].evicted_ages.value()
+        reuse = residency.reuse_ages.value()
         yield Reading("kvkeep_block_age_at_eviction_seconds", tier, ages)
         yield Reading("kvkeep_block_reuse_age_seconds", tier, reuse)
         for reason, blocks in residency.left.items():

@@ -6,7 +6,6 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvkeep_server.core.histogram import AGE_BOUNDS_S, Histogram
 from kvkeep_server.core.keys import KeyBatch
 from kvkeep_server.core.results import MissReason
 from kvkeep_server.policies.reinsertion import ReinsertionPolicy
@@ -59,8 +58,6 @@ class Records:
         self._policy = policy
         self._keyspace_of = keyspace_of
         self._decided = -1
-        # Since the last use, units that reclaim let go.
-        self.evicted_ages = Histogram(AGE_BOUNDS_S)
         self.unsettled: Unsettled | None = None
 
     # --- RecordOwner
@@ -92,7 +89,6 @@ class Records:
         chosen = self._policy.choose(columns.reused[units], last_used_s)
         chosen |= self._residency.kept(units)
         leaving = self._closed(units[~chosen])
-        self.evicted_ages.add(self._residency.now_s() - columns.last_used_s(leaving))
         self._residency.forget(columns.blocks_of(leaving), MissReason.EVICTED)
 
     def _closed(self, units: I64) -> I64:

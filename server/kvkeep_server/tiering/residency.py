@@ -81,8 +81,7 @@ class Residency(Arrivals):
         # While the next table is built: the blocks that moved between tiers meanwhile.
         self._moved: list[I64] | None = None
         self.evicted_total = 0
-        # Since the last use, blocks: of those that left ram, and units: of those used again.
-        self.evicted_ages = Histogram(AGE_BOUNDS_S)
+        # Since the last use, of units that are used again.
         self.reuse_ages = Histogram(AGE_BOUNDS_S)
         self.rebuilds_total = 0
 
@@ -171,8 +170,6 @@ class Residency(Arrivals):
         addresses = columns.address_of(blocks)
         last_used_s = columns.last_used_s(columns.unit_of(blocks))
         self.ghosts.remember(self.table.tag_of(rows), last_used_s, reason)
-        if reason is MissReason.EVICTED:
-            self.evicted_ages.add(self._clock.monotonic_s() - last_used_s[addresses != 0])
         self.table.remove(rows)
         parents = columns.parent[units]
         columns.drop_children(parents[parents >= 0])
@@ -194,6 +191,13 @@ class Residency(Arrivals):
     def _count_out(self, tier: TierId, blocks: I64, reason: MissReason) -> None:
         self.went(tier, blocks)
         self.held[tier].left[reason] += len(blocks)
+        if reason is MissReason.EVICTED:
+            self._note_ages(tier, blocks)
+
+    def _note_ages(self, tier: TierId, blocks: I64) -> None:
+        """Blocks make room in a tier."""
+        last_used_s = self.columns.last_used_s(self.columns.unit_of(blocks))
+        self.held[tier].evicted_ages.add(self._clock.monotonic_s() - last_used_s)
 
     def _free(self, blocks: I64, addresses: U64) -> None:
         """Slots and ids of blocks that are in the index no more."""
@@ -267,8 +271,7 @@ class Residency(Arrivals):
         blocks = columns.blocks_of(units)
         addresses = columns.address_of(blocks)
         blocks, addresses = blocks[addresses != 0], addresses[addresses != 0]
-        last_used_s = columns.last_used_s(columns.unit_of(blocks))
-        self.evicted_ages.add(self._clock.monotonic_s() - last_used_s)
+        self._note_ages(TierId.RAM, blocks)
         self.went(TierId.RAM, blocks)
         self._move(blocks, np.zeros(len(blocks), np.uint64))
         self._leave_policy(units)

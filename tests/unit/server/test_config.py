@@ -1,7 +1,6 @@
 """The settings file: defaults, refusals in words (P26), sums against memory, the command."""
 
 import dataclasses
-import random
 import re
 import shutil
 import subprocess
@@ -17,12 +16,9 @@ from hypothesis import strategies as st
 from kvkeep_server.cli.config import effective, reference_lines
 from kvkeep_server.cli.main import kvkeep, run
 from kvkeep_server.config import KEYS, ConfigError, Settings, load, parse
-from kvkeep_server.config.parts import nvme_directories, nvme_facts
-from kvkeep_server.core.clock import SystemClock
-from kvkeep_server.core.errors import FailedPreconditionError, InvalidArgumentError
+from kvkeep_server.config.disks import nvme_directories
+from kvkeep_server.core.errors import FailedPreconditionError
 from kvkeep_server.core.memory_limit import MemoryLimit
-from kvkeep_server.tiering.nvme_side import NvmeMeans
-from kvkeep_server.tiers.nvme.files import DiskFiles
 
 MiB, GiB = 1 << 20, 1 << 30
 MEMORY = MemoryLimit(8 * GiB, 6 * GiB, "memory limit of the cgroup at /sys/fs/cgroup")
@@ -250,13 +246,6 @@ def test_check_prints_the_sum():
     ended = CliRunner().invoke(kvkeep, ["config", "check"])
     assert ended.exit_code == 0
     assert ended.output.startswith("the embedded default: ok\nmemory: ram ")
-
-
-def test_a_directory_of_too_few_segments_is_refused(tmp_path):
-    text = f'[nvme]\ndirectories = ["{tmp_path}/a"]\nmax = "64MiB"\nsegment = "32MiB"'
-    loaded = parse(text, "x", MEMORY)
-    with pytest.raises(InvalidArgumentError, match=r"nvme\.max.*at least 4 times nvme\.segment"):
-        nvme_facts(loaded.settings, 1, NvmeMeans(DiskFiles(), SystemClock(), random.Random(1)))
 
 
 @pytest.mark.parametrize("second", ["link", "link/kv/..", "real/"])

@@ -9,6 +9,7 @@ import pytest
 from kvkeep_server.core.results import AckLevel, GroupKind, StateMode, TierId
 from kvkeep_server.service.spec import GroupSpec
 from tests.fakes.core_harness import MIB, Harness, full, keys_of, spec
+from tests.fakes.core_readings import page_of
 from tests.fakes.nvme_tier import fast_directory
 
 WINDOW = GroupSpec("swa", GroupKind.WINDOW, 32, 1001, 80)
@@ -81,6 +82,15 @@ def test_a_full_log_keeps_what_it_holds_of_many_groups_and_ranks(ack):
         core.run(settle(core))
         assert held(core) > 0.8 * most
         core.check()
+        ages_are_of_blocks(core)
+
+
+def ages_are_of_blocks(core):
+    """Each block that was evicted has left its age, whatever its unit has and whichever way it
+    went: a page is checked for it."""
+    page = page_of(core)
+    assert page.sum("kvkeep_blocks_left_total", tier="nvme", reason="evicted") > 0
+    assert page.sum("kvkeep_block_age_at_eviction_seconds_count", tier="ram") > 0
 
 
 def test_two_full_tiers_come_to_rest():
@@ -99,3 +109,4 @@ def test_two_full_tiers_come_to_rest():
         assert written(core) == before
         assert held(core) > 1000
         core.check()
+        ages_are_of_blocks(core)

@@ -220,7 +220,7 @@ def test_what_was_demoted_last_does_not_leave_first(directory):
         found = [core.lookup(session, opened, keys_of(i, 20)).blocks for i in range(number)]
         assert found[0] < 20
         assert found[-5:] == [20] * 5
-        ages = core.core.nvme.records.evicted_ages.value()
+        ages = core.core.residency.held[TierId.NVME].evicted_ages.value()
         assert ages.total / sum(ages.counts) > 60.0 * (number - 5)
 
 
