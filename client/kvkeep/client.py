@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from kvkeep.descriptors import telling_shortage
 from kvkeep.errors import UnavailableError
 from kvkeep.forking import CHILD_MAY_USE_GRPC, REFUSAL
 from kvkeep.keeper import SessionKeeper
@@ -70,16 +71,17 @@ class Client:
         )
 
     def attach(self) -> None:
-        """Errors: UnavailableError (no daemon, or it refused), DeadlineError, RegionError."""
+        """Errors: those of `connect`, but for arguments."""
         self._keeper.start()
         _clients.add(self)
 
     def _open_session(self) -> Session:
         kind = RemoteSession if self._settings.address else Session
-        session = kind(
-            self._settings, on_over=lambda: self._keeper.later(self._open_present_epochs)
-        )
-        session.open()
+        with telling_shortage():
+            session = kind(
+                self._settings, on_over=lambda: self._keeper.later(self._open_present_epochs)
+            )
+            session.open()
         return session
 
     def _open_present_epochs(self) -> None:
@@ -246,8 +248,9 @@ def connect(
     imported (or this called) before anything imported grpc; `import kvkeep` alone does not count.
     Otherwise its calls raise UnavailableError. See kvkeep.forking.
 
-    Errors: InvalidArgumentError, UnavailableError (no daemon, it refused, or the directory is not
-    to be trusted), DeadlineError.
+    Errors: InvalidArgumentError, UnavailableError (no daemon, it refused, the directory is not to
+    be trusted, or this process has no descriptor left), DeadlineError; a bare KVKeepError where
+    what the daemon shares cannot be mapped (RLIMIT_AS, or another release's layout).
     """
     if _forked_in_vain:
         raise UnavailableError(REFUSAL)
@@ -262,7 +265,8 @@ def connect(
         timeout_s=check_seconds("timeout_s", timeout_s, zero=False),
         private_dir=address is None and runtime_dir is None and not _session_dir(),
     )
-    client = Client(settings, machine=platform.machine())
+    with telling_shortage():
+        client = Client(settings, machine=platform.machine())
     client.attach()
     return client
 

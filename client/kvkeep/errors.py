@@ -10,7 +10,7 @@ KVKeepError
 └── LeaseLostError            a slot was reused while its views were in use: what was read is void.
 
 A bare KVKeepError is what gRPC makes of trouble on the way that no daemon speaks of (INTERNAL,
-UNKNOWN): as UnavailableError.
+UNKNOWN), as UnavailableError, and in `connect` shared memory that this process cannot map.
 
 Look-ups and `read_into` never raise for a daemon that is away: they answer with fewer blocks.
 """

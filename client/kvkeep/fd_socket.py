@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from google.protobuf.message import DecodeError
 
+from kvkeep.descriptors import NoDescriptorsError
 from kvkeep.errors import DeadlineError, UnavailableError
 from kvkeep.v1.session_pb2 import SideHello, SidePacket
 
@@ -86,7 +87,8 @@ class FdSocket:
     def receive(self) -> Delivery | None:
         """The next packet; None at the end of the session.
 
-        Errors: TimeoutError while `open` has a deadline.
+        Errors: TimeoutError while `open` has a deadline; NoDescriptorsError, which is the end of
+        the session too: what the packet brought is gone.
         """
         try:
             data, ancillary, flags, _ = self._socket.recvmsg(
@@ -104,6 +106,11 @@ class FdSocket:
         except DecodeError:
             close_all(fds)
             return None
+        if flags & socket.MSG_CTRUNC and len(fds) < len(packet.fds) <= FDS_A_PACKET_MAX:
+            close_all(fds)
+            raise NoDescriptorsError(
+                f"the daemon sent {len(packet.fds)} descriptors and {len(fds)} found room"
+            )
         cut = flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC)
         if not data or cut or len(packet.fds) != len(fds):
             close_all(fds)

@@ -16,6 +16,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
+from kvkeep.descriptors import NoDescriptorsError
 from kvkeep.errors import KVKeepError, UnavailableError
 from kvkeep.forking import CHILD_MAY_USE_GRPC, REFUSAL
 from kvkeep.waking import EventFd
@@ -159,7 +160,7 @@ class SessionKeeper:
             ready = dict(poll.poll(_left_ms(silent_s + session.silence_max_s)))
             self._bell.hush()
             if session.fileno() in ready:
-                if not session.receive():
+                if not _received(session):
                     return
                 self._on_memory()
             if ready.get(calls.fileno(), 0) & ~select.POLLOUT:
@@ -183,12 +184,15 @@ class SessionKeeper:
                 _log.info("job failed", extra={"reason": str(error)})
 
     def _attach_again(self) -> None:
-        backoff_s = BACKOFF_FIRST_S
+        backoff_s, told = BACKOFF_FIRST_S, False
         while not self._closed.wait(backoff_s):
             try:
                 session = self._open_session()
             except KVKeepError as error:
-                _log.debug("not attached", extra={"reason": str(error)})
+                # A daemon that is away is no fault of this process, and comes back.
+                own = isinstance(error, NoDescriptorsError) and not told
+                level, told = (logging.WARNING, True) if own else (logging.DEBUG, told)
+                _log.log(level, "not attached", extra={"reason": str(error)})
                 backoff_s = min(2 * backoff_s, BACKOFF_MAX_S)
                 continue
             try:
@@ -201,6 +205,15 @@ class SessionKeeper:
             self._session = session
             _log.info("attached again", extra={"server_epoch": session.server_epoch})
             return
+
+
+def _received(session: Session) -> bool:
+    """Whether the session goes on."""
+    try:
+        return session.receive()
+    except NoDescriptorsError as error:
+        _log.warning("new memory of the daemon's did not arrive", extra={"reason": str(error)})
+        return False
 
 
 def _left_ms(until_s: float) -> float | None:

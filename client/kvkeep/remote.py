@@ -56,7 +56,7 @@ class RemoteSession(Session):
     def open(self) -> None:
         """Say hello, and attach.
 
-        Errors: UnavailableError, DeadlineError.
+        Errors: UnavailableError, DeadlineError; OSError (no descriptors).
         """
         settings = self._settings
         hello = RemoteHello(
@@ -64,7 +64,11 @@ class RemoteSession(Session):
             layout_versions=[LAYOUT_VERSION],
             staging_nbytes=settings.staging_nbytes,
         )
-        ours, theirs = socket.socketpair()
+        try:
+            ours, theirs = socket.socketpair()
+        except OSError:
+            self.end()
+            raise
         try:
             self._map(FdDescription(kind=FdKind.FD_KIND_CALLS), ours.fileno())
             self.transport = Transport(

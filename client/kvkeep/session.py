@@ -112,7 +112,7 @@ class Session:
     def open(self) -> None:
         """Say hello, map what the welcome brings, and attach.
 
-        Errors: UnavailableError, DeadlineError, RegionError.
+        Errors: UnavailableError, DeadlineError, RegionError; OSError (no descriptors).
         """
         settings = self._settings
         hello = SideHello(
@@ -222,7 +222,11 @@ class Session:
         return self._socket.fileno()
 
     def receive(self) -> bool:
-        """Take one packet from the fd socket and map what it brings; False at the end."""
+        """Take one packet from the fd socket and map what it brings; False at the end.
+
+        Errors: NoDescriptorsError, at the end too. A chunk that did not arrive could be asked for
+        with every lease; a new session gets all of them.
+        """
         delivery = self._socket.receive()
         if delivery is None:
             return False

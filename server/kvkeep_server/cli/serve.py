@@ -34,7 +34,11 @@ _log = logging.getLogger(__name__)
     help="Directory of the sockets; goes before the file's server.runtime_dir.",
 )
 def serve(config_file: Path | None, runtime_dir: str) -> int:
-    """Run the daemon until SIGTERM or SIGINT."""
+    """Run the daemon until SIGTERM, SIGINT or SIGHUP.
+
+    What is in ram only is written to nvme first, within server.drain_timeout; a second signal ends
+    it at once. No signal reads the settings again.
+    """
     settings = load(config_file, read_memory_limit()).settings
     warnings = check_disks(settings, str(config_file or "the embedded default"))
     log_to_stderr(level=settings.log.level, form=settings.log.format)

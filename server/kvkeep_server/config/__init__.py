@@ -34,9 +34,16 @@ from kvkeep_server.core.memory_limit import (
     pool_nbytes_auto,
     staging_nbytes_auto,
 )
-from kvkeep_server.core.quantities import format_size, show_size
+from kvkeep_server.core.quantities import format_size, show_size, show_size_up, size_at_most
 from kvkeep_server.core.settings_file import read_settings
-from kvkeep_server.core.settings_kinds import Kind, Value, listen_address, nearest, shown
+from kvkeep_server.core.settings_kinds import (
+    AUTO,
+    Kind,
+    Value,
+    listen_address,
+    nearest,
+    shown,
+)
 from kvkeep_server.tiers.ram.slabs import auto_slab_nbytes
 
 
@@ -141,10 +148,12 @@ def parse(text: str, source: str, memory: MemoryLimit) -> Loaded:
     values, problems = _values(tree, memory)
     if problems:
         raise ConfigError(source, tuple(problems))
-    origins = {path: "file" if path in _flat(tree) else "default" for path in KEYS}
+    given = _flat(tree)
+    origins = {path: "file" if path in given else "default" for path in KEYS}
     origins |= {path: "auto" for path, value in values.items() if value is None}
     filled = _fill_auto(values, memory)
-    problems = list(_contradictions(filled, origins, memory))
+    said = {path: _said(given.get(path), value) for path, value in filled.items()}
+    problems = list(_contradictions(filled, origins, said, memory))
     if problems:
         raise ConfigError(source, tuple(problems))
     tables = {
@@ -163,6 +172,15 @@ def _flat(tree: Mapping[str, Any]) -> dict[str, object]:
         if isinstance(entries, dict)
         for name, raw in entries.items()
     }
+
+
+def _said(raw: object, value: object) -> str:
+    """A value for a message: as the file has it, and a share of memory with what it comes to."""
+    if not isinstance(value, int):
+        return shown(value)
+    if isinstance(raw, str) and raw.endswith("%"):
+        return f"{shown(raw)} ({format_size(value)})"
+    return f'"{format_size(value)}"' if raw is None or raw == AUTO else shown(raw)
 
 
 def _values(
@@ -243,7 +261,10 @@ def _fill_auto(values: Mapping[str, Value | None], memory: MemoryLimit) -> dict[
 
 
 def _contradictions(
-    values: Mapping[str, Any], origins: Mapping[str, str], memory: MemoryLimit
+    values: Mapping[str, Any],
+    origins: Mapping[str, str],
+    said: Mapping[str, str],
+    memory: MemoryLimit,
 ) -> Iterator[str]:
     """Values that are fine alone but not together."""
     at_most = (
@@ -259,7 +280,7 @@ def _contradictions(
             bound = format_size(values[large])
             yield problem(
                 small,
-                f'"{format_size(values[small])}"',
+                said[small],
                 f'at most {large}, which is "{bound}" ({origins[large]})',
                 f'set {small} to "{bound}" or less, or {large} to more',
             )
@@ -274,7 +295,7 @@ def _contradictions(
             f'set limits.message_max to "{format_size(request_nbytes)}" or more',
         )
     yield from _plain_text(values)
-    yield from _memory_sum(values, origins, memory)
+    yield from _memory_sum(values, origins, said, memory)
 
 
 def _plain_text(values: Mapping[str, Any]) -> Iterator[str]:
@@ -302,7 +323,10 @@ def memory_plan(settings: Settings) -> MemoryPlan:
 
 
 def _memory_sum(
-    values: Mapping[str, Any], origins: Mapping[str, str], memory: MemoryLimit
+    values: Mapping[str, Any],
+    origins: Mapping[str, str],
+    said: Mapping[str, str],
+    memory: MemoryLimit,
 ) -> Iterator[str]:
     parts = {path: values[path] for path in ("ram.size", "sessions.staging_total_max")}
     pool, staging = parts.values()
@@ -320,13 +344,13 @@ def _memory_sum(
     room = memory.nbytes - plan.nbytes + parts[path]
     yield problem(
         path,
-        f'"{format_size(parts[path])}"',
+        said[path],
         f"what with {other} ({format_size(parts[other])}), index and process"
         f" ({show_size(plan.rest_nbytes)}) stays within {show_size(memory.nbytes)}, the"
         f" {memory.source}; free now: {show_size(memory.free_nbytes)}",
-        f'set {path} to "{show_size(room)}" or less'
+        f'set {path} to "{size_at_most(room, PAGE_NBYTES)}" or less'
         if room >= 4 * MiB
-        else f"raise that limit to {show_size(plan.nbytes + MiB)}, or lower both",
+        else f"raise that limit to {show_size_up(plan.nbytes + MiB)}, or lower both",
     )
 
 

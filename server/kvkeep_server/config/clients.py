@@ -27,8 +27,8 @@ class ServerSettings:
         "drain_timeout",
         Duration(0, 3600),
         "5s",
-        "After SIGTERM: for calls that are under way, then for blocks that are in ram only to reach"
-        " nvme. The process ends a second later at most.",
+        "After SIGTERM, SIGINT or SIGHUP: for calls that are under way, then for blocks that are in"
+        " ram only to reach nvme. The process ends a second later at most.",
     )
 
 

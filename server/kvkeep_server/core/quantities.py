@@ -28,12 +28,35 @@ def format_size(nbytes: int) -> str:
 
 
 def show_size(nbytes: int) -> str:
-    """A size for a reader, rounded down to one decimal: "23.5GiB"; `parse_size` reads it too."""
-    for unit, factor in reversed(SIZE_UNITS.items()):
-        if nbytes >= factor:
-            tenths = nbytes * 10 // factor
-            return f"{tenths // 10}.{tenths % 10}{unit}".replace(".0", "")
-    return f"{nbytes}B"
+    """A size for a reader, rounded down to one decimal: "23.5GiB". Not for a file: most such sizes
+    are no whole number of bytes, and `parse_size` refuses them."""
+    unit = _unit_below(nbytes)
+    return _tenths(nbytes * 10 // SIZE_UNITS[unit], unit)
+
+
+def show_size_up(nbytes: int) -> str:
+    """As `show_size`, rounded up: for what is needed."""
+    unit = _unit_below(nbytes)
+    return _tenths(-(-nbytes * 10 // SIZE_UNITS[unit]), unit)
+
+
+def size_at_most(nbytes: int, multiple: int) -> str:
+    """A size to write into a file, within 1 % below `nbytes` where `multiple` allows it.
+
+    `multiple` is a power of two, of which the size is a multiple.
+    """
+    unit = SIZE_UNITS[_unit_below(nbytes // 100)]
+    step = max(unit, multiple)
+    return format_size(nbytes // step * step)
+
+
+def _unit_below(nbytes: int) -> str:
+    """The largest unit that is no more than this, bytes for less than one."""
+    return next((unit for unit, factor in reversed(SIZE_UNITS.items()) if nbytes >= factor), "B")
+
+
+def _tenths(count: int, unit: str) -> str:
+    return f"{count // 10}.{count % 10}{unit}".replace(".0", "")
 
 
 def parse_duration(text: str) -> float | None:

@@ -5,12 +5,15 @@ import signal
 from collections.abc import Coroutine
 from typing import Any
 
+# SIGHUP is what a terminal that closes sends. Settings are not read again: restart for that.
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
 
 class Stopping:
     """Event loop only.
 
     Attributes:
-        wanted: Set by the first SIGTERM, SIGINT or SIGHUP.
+        wanted: Set by the first of SIGNALS.
         hurried: Set by the second.
     """
 
@@ -22,7 +25,7 @@ class Stopping:
     def listen(self) -> None:
         """From now on signals end nothing by themselves."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for number in SIGNALS:
             loop.add_signal_handler(number, self._signalled)
 
     def _signalled(self) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from hypothesis import given
+from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 from kvkeep_server.cli.config import effective, reference_lines
@@ -174,6 +175,46 @@ def test_share_is_rounded_down_to_pages():
 def test_pool_of_three_quarters_of_a_small_container_is_taken():
     settings = parse('[ram]\nsize = "384MiB"', "x", limit(512 * MiB)).settings
     assert settings.sessions.staging_total_nbytes_max + 384 * MiB < 512 * MiB
+
+
+QUANTITIES = st.builds(
+    "{}{}".format,
+    st.integers(1, 4000) | st.sampled_from(["1.5", "0.125", "99.9"]),
+    st.sampled_from(["KiB", "MiB", "GiB", "%"]),
+)
+SIZES = ["ram.size", "ram.slab", "ram.chunk", "limits.block_max", "limits.message_max"]
+SIZES += ["sessions.staging", "sessions.staging_max", "sessions.staging_total_max"]
+SIZES += ["remote.staging_total_max"]
+
+
+@examples(max_examples=600)
+@given(
+    values=st.dictionaries(st.sampled_from(SIZES), QUANTITIES, min_size=1, max_size=3),
+    keys_max=st.integers(1, 1 << 20),
+    memory=st.integers(64 * MiB, 64 * GiB),
+)
+def test_the_value_that_a_fix_names_is_taken(values, keys_max, memory):
+    values = {path: f'"{value}"' for path, value in values.items()} | {"limits.keys_max": keys_max}
+    followed = set()
+    for _ in range(12):
+        text = "\n".join(f"{path} = {value}" for path, value in values.items())
+        try:
+            parse(text, "x", limit(memory))
+        except ConfigError as error:
+            problem = error.problems[0]
+            found = re.search(r"fix: set (it|[a-z_.]+) to (\"[^\"]+\"|[0-9]+)", problem)
+            if found is None:
+                limit_only = "fix: raise that limit" in problem
+                assert limit_only or problem.split()[0] not in followed, problem
+                return
+            path = problem.split()[0] if found[1] == "it" else found[1]
+            assert values.get(path) != found[2], problem
+            values[path] = found[2]
+            followed.add(path)
+            last = (path, problem)
+            continue
+        return
+    pytest.fail(f"what was named is never taken: {last}")
 
 
 def test_settings_cannot_be_changed():

@@ -1,15 +1,21 @@
 """Sizes and durations as people write them."""
 
+import re
+from decimal import Decimal
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvkeep_server.core.quantities import (
+    SIZE_UNITS,
     format_duration,
     format_size,
     parse_duration,
     parse_size,
     show_size,
+    show_size_up,
+    size_at_most,
 )
 
 
@@ -22,8 +28,21 @@ def test_size_reads_back(nbytes):
 
 @given(st.integers(0, 10**15))
 def test_shown_size_is_rounded_down(nbytes):
-    shown = parse_size(show_size(nbytes)) or 0
-    assert shown <= nbytes
+    amount, unit = re.fullmatch("([0-9.]+)([A-Za-z]+)", show_size(nbytes)).groups()
+    assert 0.9 * nbytes <= Decimal(amount) * SIZE_UNITS[unit] <= nbytes
+
+
+@given(st.integers(4 << 20, 10**15), st.sampled_from([1, 1 << 12, 1 << 21]))
+def test_a_size_to_set_is_near_and_reads_back(nbytes, multiple):
+    spelled = parse_size(size_at_most(nbytes, multiple))
+    assert 0.99 * nbytes - multiple <= spelled <= nbytes
+    assert spelled % multiple == 0
+
+
+@given(st.integers(0, 10**15))
+def test_a_size_rounded_up_is_no_less(nbytes):
+    amount, unit = re.fullmatch("([0-9.]+)([A-Za-z]+)", show_size_up(nbytes)).groups()
+    assert nbytes <= Decimal(amount) * SIZE_UNITS[unit] <= max(nbytes + 1, 1.1 * nbytes)
 
 
 @given(st.integers(0, 10**11))

@@ -3,10 +3,15 @@
 import asyncio
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
-from kvkeep_server.core.stopping import Stopping
+from kvkeep_server.cli.serve import serve
+from kvkeep_server.config import KEYS
+from kvkeep_server.core.stopping import SIGNALS, Stopping
+
+README = Path(__file__).parents[4] / "README.md"
 
 
 async def for_ever(ended):
@@ -16,7 +21,15 @@ async def for_ever(ended):
         ended.append(True)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_what_ends_the_daemon_is_said_where_one_looks():
+    assert set(SIGNALS) == {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+    for number in SIGNALS:
+        assert number.name in serve.help
+        assert number.name in KEYS["server.drain_timeout"].meaning
+        assert number.name in README.read_text()
+
+
+@pytest.mark.parametrize("number", SIGNALS)
 def test_two_signals(number):
     async def run():
         stopping, ended = Stopping(), []
