@@ -48,8 +48,8 @@ def check_directories(config_file: Path, *, nbytes_per_s: int | None) -> Offline
     with ExitStack() as held:
         try:
             for directory in directories:
-                other = "FILE with other directories"
-                lock = Ownership(Path(directory.path), server_epoch=0, named_by=other)
+                instead = "give a FILE that names other nvme.directories"
+                lock = Ownership(Path(directory.path), server_epoch=0, instead=instead)
                 lock.acquire_to_look()
                 held.callback(lock.release)
             return OfflineCheck(

@@ -32,16 +32,20 @@ class Ownership:
     Args:
         runtime_dir: Made with mode 0700 where it is missing.
         server_epoch: Of this daemon.
-        named_by: What the operator sets to name another directory; for messages.
+        instead: What the operator can do where this directory is not to be had; for messages.
     """
 
     def __init__(
-        self, runtime_dir: Path, *, server_epoch: int, named_by: str = "--runtime-dir"
+        self,
+        runtime_dir: Path,
+        *,
+        server_epoch: int,
+        instead: str = "name another directory with --runtime-dir",
     ) -> None:
         """See the class; `acquire` does the work."""
         self._dir = runtime_dir
         self._server_epoch = server_epoch
-        self._named_by = named_by
+        self._instead = instead
         self._fd = -1
 
     def acquire(self) -> None:
@@ -54,19 +58,15 @@ class Ownership:
             self._dir.mkdir(mode=0o700, parents=True, exist_ok=True)
             status = self._dir.stat()
             if status.st_uid != os.geteuid():
-                msg = f"{self._dir} belongs to uid {status.st_uid}; name another {self._named_by}"
+                msg = f"{self._dir} belongs to uid {status.st_uid}; {self._instead}"
                 raise FailedPreconditionError(msg)
             if status.st_mode & stat.S_IWOTH:
-                msg = (
-                    f"{self._dir} is writable by everybody; chmod o-w it, or give {self._named_by}"
-                )
+                msg = f"{self._dir} is writable by everybody; chmod o-w it, or {self._instead}"
                 raise FailedPreconditionError(msg)
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
             fd = os.open(self._dir / _LOCK_NAME, flags, 0o600)
         except OSError as error:
-            msg = (
-                f"{self._dir}: {error.strerror}; name a directory of your own with {self._named_by}"
-            )
+            msg = f"{self._dir}: {error.strerror}; {self._instead}"
             raise FailedPreconditionError(msg) from error
         self._lock(fd, fcntl.LOCK_EX)
         try:
@@ -74,7 +74,7 @@ class Ownership:
             os.pwrite(fd, f"pid {os.getpid()}, server epoch {self._server_epoch}\n".encode(), 0)
         except OSError as error:
             os.close(fd)
-            msg = f"{self._dir}: {error.strerror}; make room, or name another {self._named_by}"
+            msg = f"{self._dir}: {error.strerror}; make room, or {self._instead}"
             raise FailedPreconditionError(msg) from error
         self._fd = fd
 
@@ -91,7 +91,7 @@ class Ownership:
         except OSError as error:
             if isinstance(error, FileNotFoundError) and self._dir.is_dir():
                 return
-            msg = f"{self._dir}: {error.strerror}; give another {self._named_by}"
+            msg = f"{self._dir}: {error.strerror}; {self._instead}"
             raise FailedPreconditionError(msg) from error
         self._lock(fd, fcntl.LOCK_SH)
         self._fd = fd
@@ -103,7 +103,7 @@ class Ownership:
         except BlockingIOError:
             holder = _name_of_holder(fd)
             os.close(fd)
-            msg = f"another daemon serves {self._dir} ({holder}); stop it, or give {self._named_by}"
+            msg = f"another daemon serves {self._dir} ({holder}); stop it, or {self._instead}"
             raise FailedPreconditionError(msg) from None
 
     def clear_socket(self, path: Path, kind: socket.SocketKind) -> None:
@@ -114,7 +114,7 @@ class Ownership:
         """
         try:
             if not stat.S_ISSOCK(path.lstat().st_mode):
-                msg = f"{path} is not a socket; move it away, or name another {self._named_by}"
+                msg = f"{path} is not a socket; move it away, or {self._instead}"
                 raise FailedPreconditionError(msg)
         except FileNotFoundError:
             return
@@ -130,9 +130,9 @@ class Ownership:
                 return
             except OSError as error:
                 if error.errno not in _SERVED:
-                    msg = f"{path}: {error.strerror}; remove it, or name another {self._named_by}"
+                    msg = f"{path}: {error.strerror}; remove it, or {self._instead}"
                     raise FailedPreconditionError(msg) from error
-        msg = f"{path} is served by {holder}; stop it, or name another {self._named_by}"
+        msg = f"{path} is served by {holder}; stop it, or {self._instead}"
         raise FailedPreconditionError(msg)
 
     def release(self) -> None:

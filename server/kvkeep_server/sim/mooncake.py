@@ -6,7 +6,7 @@
     hash_ids       ids of the prompt's blocks of 512 tokens, first to last: one for each begun 512
 
 Equal ids mean equal blocks behind equal prefixes. Files are untrusted, and of any size: all is
-checked, and no more than a line is held.
+checked, and no more than a line is held. Blank lines are passed.
 """
 
 import json
@@ -17,7 +17,8 @@ from kvkeep_server.sim.trace import TRACE_BLOCK_TOKENS, TraceError, TraceRequest
 
 LINE_NBYTES_MAX = 16 << 20
 _ID_MAX = (1 << 64) - 1
-_LENGTH_MAX = 1 << 32
+# 2^32 seconds of milliseconds.
+_NUMBER_MAX = (1 << 32) * 1000 - 1
 _FIX = "give one JSON object a line, as kvkeep_server/sim/mooncake.py describes"
 
 
@@ -27,17 +28,20 @@ def read_mooncake(path: Path) -> Iterator[TraceRequest]:
     Raises:
         TraceError: The file cannot be read, or a line is no such object.
     """
-    before_s, number = 0.0, 0
+    before_s, number, any_request = 0.0, 0, False
     try:
         with path.open("rb") as file:
             while line := file.readline(LINE_NBYTES_MAX + 1):
                 number += 1
+                if line.isspace() and len(line) <= LINE_NBYTES_MAX:
+                    continue
+                any_request = True
                 request = _request(f"{path}:{number}", line, before_s)
                 before_s = request.arrival_s
                 yield request
     except OSError as error:
         raise TraceError(f"{path}", error.strerror, "a readable file", _FIX) from error
-    if not number:
+    if not any_request:
         raise TraceError(f"{path}", "empty", "at least one request", _FIX)
 
 
@@ -77,9 +81,10 @@ def _number(
     # JSON knows neither nan nor inf, but Python's reader does.
     if isinstance(value, kinds) and not isinstance(value, bool):
         assert isinstance(value, int | float)
-        if 0 <= value < _LENGTH_MAX * 1000:
+        if 0 <= value <= _NUMBER_MAX:
             return value
-    allowed = f"{'a whole number' if kinds == (int,) else 'a number'} from 0 on"
+    kind = "a whole number" if kinds == (int,) else "a number"
+    allowed = f"{kind} from 0 to {_NUMBER_MAX}"
     raise TraceError(f"{where}: {name}", value, allowed, _FIX)
 
 

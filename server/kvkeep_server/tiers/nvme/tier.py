@@ -135,7 +135,7 @@ class NvmeTier:
             Ownership(
                 Path(directory.path),
                 server_epoch=settings.server_epoch,
-                named_by="nvme.directories",
+                instead="name another directory in nvme.directories",
             )
             for directory in settings.directories
         ]

@@ -284,3 +284,23 @@ def test_a_directory_that_everybody_may_write_is_refused(tmp_path):
     tmp_path.chmod(0o777)
     with pytest.raises(FailedPreconditionError, match="writable by everybody"):
         Ownership(tmp_path, server_epoch=1).acquire()
+
+
+@pytest.mark.parametrize("look", [False, True])
+def test_what_to_do_instead_is_a_whole_sentence(tmp_path, look):
+    instead = "name another directory in nvme.directories"
+    first = Ownership(tmp_path / "d", server_epoch=1)
+    second = Ownership(tmp_path / "d", server_epoch=2, instead=instead)
+    first.acquire()
+    with pytest.raises(FailedPreconditionError) as refused:
+        (second.acquire_to_look if look else second.acquire)()
+    first.release()
+    assert str(refused.value).endswith(f"); stop it, or {instead}")
+
+
+def test_by_default_it_is_the_directory_of_the_sockets(tmp_path):
+    (tmp_path / "d").touch()
+    with pytest.raises(
+        FailedPreconditionError, match=r"; name another directory with --runtime-dir$"
+    ):
+        Ownership(tmp_path / "d", server_epoch=1).acquire()

@@ -36,6 +36,15 @@ def test_requests_come_in_order(write):
     assert [request.blocks for request in read_mooncake(write(*short))] == [[1], []]
 
 
+def test_blank_lines_are_passed_and_counted(write):
+    path = write(b"", line(), b" \r", b"\t", line(), b"")
+    assert len(list(read_mooncake(path))) == 2
+    with pytest.raises(TraceError, match=r"trace\.jsonl:4: timestamp"):
+        list(read_mooncake(write(line(), b"", b"  ", line(timestamp=-1))))
+    with pytest.raises(TraceError, match="at least one request"):
+        list(read_mooncake(write(b"", b" ")))
+
+
 def test_a_trace_is_read_as_it_is_used(write):
     requests = read_mooncake(write(line(), b"damaged"))
     assert next(requests).blocks == [4, 5, 6]
@@ -46,7 +55,6 @@ def test_a_trace_is_read_as_it_is_used(write):
 @pytest.mark.parametrize(
     ("wrong", "named"),
     [
-        (b"", "JSON object"),
         (b"{", "JSON object"),
         (b"[1]", "JSON object"),
         (b"\xff\xfe", "JSON object"),
@@ -57,6 +65,8 @@ def test_a_trace_is_read_as_it_is_used(write):
         (line(timestamp=-1), "timestamp"),
         (line(timestamp=float("nan")), "timestamp"),
         (line(timestamp=float("inf")), "timestamp"),
+        (line(timestamp=1e300), "timestamp is 1e.300; allowed: a number from 0 to 4294967295999;"),
+        (line(output_length=2**60), "a whole number from 0 to 4294967295999;"),
         (line(timestamp=100), "timestamp"),  # earlier than the line before
         (line(input_length=1.5), "input_length"),
         (line(input_length=None), "input_length"),
