@@ -100,6 +100,13 @@ def test_output_that_finds_no_room_is_one_line(where, command):
     assert ended.returncode == 74
 
 
+def test_a_refusal_is_not_taken_for_a_daemon_that_is_away(trace, where, capfd):
+    assert run(["replay", str(trace), *where, "--block-size", "1GiB"]) == 1
+    said = capfd.readouterr().err
+    assert "refused the session: staging_nbytes" in said
+    assert "no daemon" not in said
+
+
 def test_requests_wait_for_their_time(trace, where):
     _, slow = replayed(trace, where, "--rate", 2, "--clients", 2, "--namespace", "in time")
     assert slow["seconds"] >= 1.9 / 2
