@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from kvkeep_server.cli.log_lines import log_to_stderr
-from kvkeep_server.cli.runtime_dir import runtime_dir_or_default
+from kvkeep_server.cli.runtime_dir import given_directory, runtime_dir_or_default
 from kvkeep_server.config import Settings, load
 from kvkeep_server.core.clock import SystemClock
 from kvkeep_server.core.memory_limit import read_memory_limit
@@ -27,6 +27,7 @@ from kvkeep_server.daemon import Daemon
     "--runtime-dir",
     metavar="DIR",
     default="",
+    callback=given_directory,
     help="Directory of the sockets; goes before the file's server.runtime_dir.",
 )
 def serve(config_file: Path | None, runtime_dir: str) -> int:

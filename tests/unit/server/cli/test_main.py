@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from kvkeep_server.cli.main import run
+
 COMMAND = [sys.executable, "-m", "kvkeep_server"]
 PRINTING = [
     ["config", "reference"],
@@ -36,6 +38,14 @@ def test_output_that_finds_no_room_is_one_line(arguments, unbuffered):
     ended = shell(arguments, ">/dev/full", unbuffered)
     assert ended.stderr == "kvkeep: standard output cannot be written: No space left on device\n"
     assert ended.returncode == 74
+
+
+@pytest.mark.parametrize(
+    "command", [["serve"], ["stats"], ["health"], ["check"], ["namespace-mode", "normal"]]
+)
+def test_an_empty_directory_is_not_the_default(command, capfd):
+    assert run([*command, "--runtime-dir", ""]) == 2
+    assert "name a directory, or leave the option out" in capfd.readouterr().err
 
 
 def test_a_reader_that_leaves_is_no_word():

@@ -284,3 +284,24 @@ def test_a_directory_that_everybody_may_write_is_refused(tmp_path):
     tmp_path.chmod(0o777)
     with pytest.raises(FailedPreconditionError, match="writable by everybody"):
         Ownership(tmp_path, server_epoch=1).acquire()
+
+
+def test_whatever_the_umask_the_directory_is_the_owners(tmp_path):
+    before = os.umask(0o777)
+    try:
+        owner = Ownership(tmp_path / "run", server_epoch=1)
+        owner.acquire()
+    finally:
+        os.umask(before)
+    owner.release()
+    assert (tmp_path / "run").stat().st_mode & 0o777 == 0o700
+    assert (tmp_path / "run" / "kvkeep.lock").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_directory_that_is_there_keeps_its_mode(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run").chmod(0o750)
+    owner = Ownership(tmp_path / "run", server_epoch=1)
+    owner.acquire()
+    owner.release()
+    assert (tmp_path / "run").stat().st_mode & 0o777 == 0o750
