@@ -19,6 +19,8 @@ from kvkeep_server.sim.mooncake import read_mooncake
 from tests.fakes.daemon_process import running_daemon
 from tests.fakes.waiting import wait_until
 
+COMMAND = [sys.executable, "-m", "kvkeep_server"]
+
 
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory):
@@ -83,6 +85,26 @@ def test_a_trace_is_replayed_and_every_byte_is_checked(trace, where, clients):
     assert second["nbytes_read"] == BLOCKS * 4096 * 2
     assert second["latency_ms"]["read"]["count"] == 20
     assert second["latency_ms"]["store"]["count"] == 0
+
+
+@pytest.mark.parametrize("command", [["stats"], ["stats", "--json"], ["check"], ["health"]])
+def test_output_that_finds_no_room_is_one_line(where, command):
+    ended = subprocess.run(
+        ["sh", "-c", 'exec "$@" >/dev/full', "sh", *COMMAND, *command, *where],
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.stderr == "kvkeep: standard output cannot be written: No space left on device\n"
+    assert ended.returncode == 74
+
+
+def test_a_refusal_is_not_taken_for_a_daemon_that_is_away(trace, where, capfd):
+    assert run(["replay", str(trace), *where, "--block-size", "1GiB"]) == 1
+    said = capfd.readouterr().err
+    assert "refused the session: staging_nbytes" in said
+    assert "no daemon" not in said
 
 
 def test_requests_wait_for_their_time(trace, where):

@@ -4,7 +4,7 @@ import click
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kvkeep_server.cli.runtime_dir import runtime_dir_or_default
+from kvkeep_server.cli.runtime_dir import given_directory, runtime_dir_or_default
 from kvkeep_server.core.errors import FailedPreconditionError
 from kvkeep_server.daemon import SOCKET_NAME
 
@@ -14,6 +14,7 @@ from kvkeep_server.daemon import SOCKET_NAME
     "--runtime-dir",
     metavar="DIR",
     default="",
+    callback=given_directory,
     help="Directory of the daemon's sockets; none: that of `kvkeep serve`.",
 )
 @click.option(

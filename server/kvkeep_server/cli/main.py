@@ -1,8 +1,8 @@
 """The command line as a whole: its commands; how an error becomes a message and an exit code."""
 
-import os
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from importlib.metadata import version
 
 import click
@@ -17,6 +17,7 @@ from kvkeep_server.cli.config import config
 from kvkeep_server.cli.demo import demo
 from kvkeep_server.cli.health import health
 from kvkeep_server.cli.namespace_mode import namespace_mode
+from kvkeep_server.cli.output import EXIT_OUTPUT, OutputError, discard, telling, to_stderr
 from kvkeep_server.cli.replay import replay
 from kvkeep_server.cli.serve import serve
 from kvkeep_server.cli.stats import stats
@@ -38,6 +39,7 @@ _EXIT_CODES = (
     (NotOfflineError, EXIT_IN_USE),
     (TraceError, EXIT_DATA),
     (NoFioError, EXIT_NO_FIO),
+    (OutputError, EXIT_OUTPUT),
 )
 
 
@@ -58,19 +60,20 @@ def run(arguments: Sequence[str]) -> int:
     and keeps its traceback.
     """
     try:
-        code = kvkeep.main(args=list(arguments), prog_name="kvkeep", standalone_mode=False)
-        sys.stdout.flush()
+        with redirect_stdout(telling(sys.stdout)):
+            code = kvkeep.main(args=list(arguments), prog_name="kvkeep", standalone_mode=False)
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except OutputError as error:
+        discard(sys.stdout)
+        return EXIT_FAILED if error.reader_left else _fail(str(error), _exit_code(error))
     except (KVKeepError, client.KVKeepError) as error:
         return _fail(str(error), _exit_code(error))
     except click.ClickException as error:
-        error.show()
+        to_stderr(error.show)
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # The reader left, as `head` does. Python would complain again while it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_FAILED
     return int(code or 0)
 
 
@@ -79,6 +82,6 @@ def _exit_code(error: Exception) -> int:
 
 
 def _fail(message: str, code: int) -> int:
-    for line in message.splitlines():
-        click.echo(f"kvkeep: {line}", err=True)
+    text = "\n".join(f"kvkeep: {line}" for line in message.splitlines())
+    to_stderr(lambda: click.echo(text, err=True))
     return code

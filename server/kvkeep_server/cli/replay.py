@@ -9,13 +9,14 @@ import click
 from rich.console import Console
 
 import kvkeep
-from kvkeep_server.cli.admin_calls import NoDaemonError
+from kvkeep_server.cli.admin_calls import AdminCalls, NoDaemonError
 from kvkeep_server.cli.progress import Progress
 from kvkeep_server.cli.replay_clients import ReplayClients, ReplayPlan
 from kvkeep_server.cli.replay_report import as_dict, as_text, rows
-from kvkeep_server.cli.runtime_dir import runtime_dir_or_default
+from kvkeep_server.cli.runtime_dir import given_directory, runtime_dir_or_default
 from kvkeep_server.cli.sizes import size_from
 from kvkeep_server.core.clock import SystemClock
+from kvkeep_server.core.errors import KVKeepError
 from kvkeep_server.sim.mooncake import read_mooncake
 from kvkeep_server.sim.trace import TRACE_BLOCK_TOKENS, TraceRequest, read_trace
 
@@ -33,7 +34,13 @@ def _tokens(_context: click.Context, _option: click.Parameter, value: int) -> in
 @click.argument(
     "trace", metavar="TRACE", type=click.Path(exists=True, dir_okay=False, path_type=Path)
 )
-@click.option("--runtime-dir", metavar="DIR", default="", help="Directory of the daemon's sockets.")
+@click.option(
+    "--runtime-dir",
+    metavar="DIR",
+    default="",
+    callback=given_directory,
+    help="Directory of the daemon's sockets.",
+)
 @click.option(
     "--clients",
     type=click.IntRange(1, 64),
@@ -110,9 +117,23 @@ def replay(
                 progress.update(clients.totals().requests)
             totals, seconds = clients.totals(), clients.seconds
     except kvkeep.UnavailableError as error:
+        if _serves(directory):
+            raise
         raise NoDaemonError(directory, str(error)) from error
     click.echo(json.dumps(as_dict(totals, seconds)) if as_machine else as_text(totals, seconds))
     return EXIT_WRONG if totals.blocks_wrong else 0
+
+
+def _serves(directory: str) -> bool:
+    """Whether a daemon is there: one that refuses a session is."""
+    with AdminCalls(directory) as admin:
+        try:
+            admin.stats()
+        except NoDaemonError:
+            return False
+        except KVKeepError:
+            return True  # and it does not answer, or in its own words
+    return True
 
 
 def _requests(trace: Path) -> tuple[Iterator[TraceRequest], int | None]:

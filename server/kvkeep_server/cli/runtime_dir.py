@@ -6,6 +6,7 @@ The one place of the server that looks at the environment.
 import os
 
 import click
+from click.core import ParameterSource
 
 from kvkeep_server.core.settings_kinds import Directory
 
@@ -25,6 +26,14 @@ def runtime_dir_or_default(given: str) -> str:
         return Directory().parse(chosen, 0)
     except ValueError as error:
         raise click.UsageError(f"the runtime directory is {chosen!r}: {error}") from error
+
+
+def given_directory(context: click.Context, option: click.Parameter, value: str) -> str:
+    """Of an option that may be left out: "" is what a shell makes of a variable that is not set."""
+    given = context.get_parameter_source(option.name or "") is ParameterSource.COMMANDLINE
+    if given and not value:
+        raise click.BadParameter("it is empty; name a directory, or leave the option out")
+    return value
 
 
 def _default() -> str:

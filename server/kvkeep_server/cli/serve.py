@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from kvkeep_server.cli.log_lines import log_to_stderr
-from kvkeep_server.cli.runtime_dir import runtime_dir_or_default
+from kvkeep_server.cli.runtime_dir import given_directory, runtime_dir_or_default
 from kvkeep_server.config import Settings, load
 from kvkeep_server.config.disks import check_disks
 from kvkeep_server.core.clock import SystemClock
@@ -31,6 +31,7 @@ _log = logging.getLogger(__name__)
     "--runtime-dir",
     metavar="DIR",
     default="",
+    callback=given_directory,
     help="Directory of the sockets; goes before the file's server.runtime_dir.",
 )
 def serve(config_file: Path | None, runtime_dir: str) -> int:

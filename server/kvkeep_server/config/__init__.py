@@ -46,6 +46,8 @@ from kvkeep_server.core.settings_kinds import (
 )
 from kvkeep_server.tiers.ram.slabs import auto_slab_nbytes
 
+_PORT_MAX = 65535
+
 
 class ConfigError(KVKeepError):
     """Settings that are refused.
@@ -295,6 +297,7 @@ def _contradictions(
             f'set limits.message_max to "{format_size(request_nbytes)}" or more',
         )
     yield from _plain_text(values)
+    yield from _one_port(values)
     yield from _memory_sum(values, origins, said, memory)
 
 
@@ -310,6 +313,23 @@ def _plain_text(values: Mapping[str, Any]) -> Iterator[str]:
             "an address of the loopback, since there is no encryption and no authentication yet",
             f'listen on "127.0.0.1:{port}" behind a tunnel, or set'
             " remote.insecure_beyond_loopback to true where all who reach it are trusted",
+        )
+
+
+def _one_port(values: Mapping[str, Any]) -> Iterator[str]:
+    """Two that listen on one port; with 0 the kernel gives each its own."""
+    taken, listen = values["metrics.listen"], values["remote.listen"]
+    if not taken or not listen:
+        return
+    (one, port), (other, same) = listen_address(taken), listen_address(listen)
+    hosts = {ipaddress.ip_address(one), ipaddress.ip_address(other)}
+    if port == same != 0 and (len(hosts) == 1 or any(host.is_unspecified for host in hosts)):
+        free = port + 1 if port < _PORT_MAX else port - 1
+        yield _problem(
+            "remote.listen",
+            f'"{listen}"',
+            f'another port than that of metrics.listen, "{taken}"',
+            f'set remote.listen to "{listen.rpartition(":")[0]}:{free}"',
         )
 
 

@@ -5,9 +5,12 @@ the host's memory in /proc/meminfo but is killed at its cgroup's limit, so every
 share of memory starts from here. The pages of a memfd are charged like any other.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from kvkeep_server.core.errors import FailedPreconditionError
 
 MiB, GiB = 1 << 20, 1 << 30
 
@@ -82,7 +85,7 @@ def read_memory_limit(root: Path = Path("/")) -> MemoryLimit:
         root: Where proc/ and the cgroup file systems are looked up; a test passes a fake tree.
 
     Raises:
-        OSError: /proc cannot be read.
+        FailedPreconditionError: The host does not say how much it has.
     """
     limits = [_host_limit(root), *_cgroup_limits(root)]
     tightest = min(limits, key=lambda limit: limit.nbytes)
@@ -94,11 +97,23 @@ def read_memory_limit(root: Path = Path("/")) -> MemoryLimit:
 
 
 def _host_limit(root: Path) -> MemoryLimit:
-    facts = {}
-    for line in (root / "proc/meminfo").read_text().splitlines():
-        name, _, amount = line.partition(":")
-        facts[name] = int(amount.split()[0]) * 1024
-    return MemoryLimit(facts["MemTotal"], facts["MemAvailable"], "memory of the host")
+    path = root / "proc/meminfo"
+    try:
+        total, free = (_meminfo(path.read_text(), name) for name in ("MemTotal", "MemAvailable"))
+    except (OSError, ValueError) as error:
+        raise FailedPreconditionError(
+            f"the memory of this host is unknown, which all sizes rest on: {path} cannot be read"
+            f" ({error}); fix: mount /proc, whole"
+        ) from error
+    return MemoryLimit(total, free, "memory of the host")
+
+
+def _meminfo(text: str, name: str) -> int:
+    """Bytes. Raises ValueError where it is not there."""
+    match = re.search(rf"^{name}: *([0-9]+) kB$", text, re.MULTILINE)
+    if match is None:
+        raise ValueError(f"it has no {name}")
+    return int(match[1]) * 1024
 
 
 def _cgroup_limits(root: Path) -> Iterator[MemoryLimit]:

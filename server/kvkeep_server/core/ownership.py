@@ -55,7 +55,7 @@ class Ownership:
             FailedPreconditionError: Another daemon has it (named by pid), or it is not ours to use.
         """
         try:
-            self._dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._make()
             status = self._dir.stat()
             if status.st_uid != os.geteuid():
                 msg = f"{self._dir} belongs to uid {status.st_uid}; {self._instead}"
@@ -65,6 +65,7 @@ class Ownership:
                 raise FailedPreconditionError(msg)
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
             fd = os.open(self._dir / _LOCK_NAME, flags, 0o600)
+            os.fchmod(fd, 0o600)
         except OSError as error:
             msg = f"{self._dir}: {error.strerror}; {self._instead}"
             raise FailedPreconditionError(msg) from error
@@ -77,6 +78,12 @@ class Ownership:
             msg = f"{self._dir}: {error.strerror}; make room, or {self._instead}"
             raise FailedPreconditionError(msg) from error
         self._fd = fd
+
+    def _make(self) -> None:
+        """Makes the directory where it is missing, with mode 0700 whatever the umask takes."""
+        if not self._dir.is_dir():
+            self._dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._dir.chmod(0o700)
 
     def acquire_to_look(self) -> None:
         """Keeps daemons out while somebody looks at the directory; others may look too.

@@ -8,6 +8,7 @@ blocks, and what waits is bounded in number and in time.
 import asyncio
 import errno
 import logging
+import math
 import socket
 import struct
 from collections import deque
@@ -29,6 +30,8 @@ FDS_A_PACKET_MAX = 64
 
 _ACCEPTED_AT_ONCE = 8
 _ACCEPT_PAUSE_S = 0.1
+# One line of the log a minute, however long it lasts.
+_TOLD_EVERY_S = 60.0
 _SEND_AGAIN_S = 0.02
 # The socket is full, the kernel is short of memory, or too many descriptors are under way.
 _SEND_LATER = {errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS}
@@ -155,6 +158,7 @@ class FdHandover:
         self._opener = opener
         self._listener: socket.socket | None = None
         self._resume: asyncio.TimerHandle | None = None
+        self._told_s = -math.inf
         self._pending: dict[_Connection, None] = {}  # in the order of their arrival
         self._sessions: dict[int, _Connection] = {}
         # Said hello and wait for their turn, with what they said.
@@ -232,8 +236,10 @@ class FdHandover:
 
     def _pause(self, error: OSError) -> None:
         """Out of descriptors or memory: the listener stays readable, so trying on would spin."""
-        _log.warning("accept paused", extra={"error": str(error)})
         loop = asyncio.get_running_loop()
+        if loop.time() >= self._told_s + _TOLD_EVERY_S:
+            _log.warning("accept paused", extra={"error": str(error)})
+            self._told_s = loop.time()
         assert self._listener is not None
         loop.remove_reader(self._listener)
         self._resume = loop.call_later(_ACCEPT_PAUSE_S, self._listen_again)

@@ -1,10 +1,13 @@
 """The settings file: defaults, refusals in words (P26), sums against memory, the command."""
 
 import dataclasses
+import os
 import re
 import shutil
 import subprocess
 import sys
+import threading
+import time
 import tomllib
 from pathlib import Path
 
@@ -110,6 +113,30 @@ def test_a_directory_and_an_endless_file_are_refused(tmp_path):
         load(tmp_path, MEMORY)
     with pytest.raises(ConfigError, match="is larger than 1MiB"):
         load(Path("/dev/zero"), MEMORY)
+
+
+def test_a_pipe_that_nobody_writes_to_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("kvkeep_server.core.settings_file._PATIENCE_S", 0.05)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match=r"nobody writes to it; fix: name a readable TOML file"):
+        load(tmp_path / "pipe", MEMORY)
+
+
+def test_a_pipe_is_read_to_its_end(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+
+    def write():
+        with (tmp_path / "pipe").open("w") as pipe:
+            pipe.write("[ram]\n")
+            pipe.flush()
+            time.sleep(0.1)
+            pipe.write('size = "64MiB"\n')
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    loaded = load(tmp_path / "pipe", MEMORY)
+    writer.join()
+    assert loaded.settings.ram.size_nbytes == 64 * MiB
 
 
 @given(

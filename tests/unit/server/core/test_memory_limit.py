@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from kvkeep_server.core.errors import FailedPreconditionError
 from kvkeep_server.core.memory_limit import (
     INDEX_ROW_NBYTES,
     MemoryPlan,
@@ -125,6 +126,18 @@ def test_v1_memory_beside_an_empty_v2(fake):
         {"sys/fs/cgroup/memory/a": v1(GiB), "sys/fs/u": {"cgroup.procs": ""}},
     )
     assert read_memory_limit(root).nbytes == GiB
+
+
+@pytest.mark.parametrize(
+    "meminfo", [None, "", "MemTotal: 5 kB\n", "MemTotal: many\nMemAvailable: 1 kB\n", "MemTotal:"]
+)
+def test_a_host_that_does_not_say_how_much_it_has_is_told_in_words(fake, meminfo):
+    root = fake()
+    (root / "proc/meminfo").unlink()
+    if meminfo is not None:
+        (root / "proc/meminfo").write_text(meminfo)
+    with pytest.raises(FailedPreconditionError, match=r"proc/meminfo.*fix: mount /proc"):
+        read_memory_limit(root)
 
 
 def test_automatic_sizes_leave_a_margin():

@@ -304,3 +304,24 @@ def test_by_default_it_is_the_directory_of_the_sockets(tmp_path):
         FailedPreconditionError, match=r"; name another directory with --runtime-dir$"
     ):
         Ownership(tmp_path / "d", server_epoch=1).acquire()
+
+
+def test_whatever_the_umask_the_directory_is_the_owners(tmp_path):
+    before = os.umask(0o777)
+    try:
+        owner = Ownership(tmp_path / "run", server_epoch=1)
+        owner.acquire()
+    finally:
+        os.umask(before)
+    owner.release()
+    assert (tmp_path / "run").stat().st_mode & 0o777 == 0o700
+    assert (tmp_path / "run" / "kvkeep.lock").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_directory_that_is_there_keeps_its_mode(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run").chmod(0o750)
+    owner = Ownership(tmp_path / "run", server_epoch=1)
+    owner.acquire()
+    owner.release()
+    assert (tmp_path / "run").stat().st_mode & 0o777 == 0o750

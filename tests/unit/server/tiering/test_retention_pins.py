@@ -220,7 +220,7 @@ def test_random_histories(seed):
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_reclaim_keeps_what_is_pinned(tmp_path, kept):
-    extra = f'[nvme]\ndirectories = ["{tmp_path}"]\nmax = "12MiB"\nsegment = "1MiB"\n'
+    extra = f'[nvme]\ndirectories = ["{tmp_path}"]\nmax = "14MiB"\nsegment = "1MiB"\n'
     with Harness(
         ram="4MiB", slab="256KiB", extra=extra + 'free_min = "1MiB"\n', ack=AckLevel.NVME
     ) as core:
