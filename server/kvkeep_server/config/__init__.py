@@ -325,7 +325,7 @@ def _one_port(values: Mapping[str, Any]) -> Iterator[str]:
     hosts = {ipaddress.ip_address(one), ipaddress.ip_address(other)}
     if port == same != 0 and (len(hosts) == 1 or any(host.is_unspecified for host in hosts)):
         free = port + 1 if port < _PORT_MAX else port - 1
-        yield _problem(
+        yield problem(
             "remote.listen",
             f'"{listen}"',
             f'another port than that of metrics.listen, "{taken}"',

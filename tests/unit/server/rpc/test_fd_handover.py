@@ -483,31 +483,3 @@ def _always(number):
         raise OSError(number, "never")
 
     return fail
-
-
-def test_a_shortage_of_descriptors_is_told_once_a_minute(path, caplog, monkeypatch):
-    monkeypatch.setattr(fd_handover, "_ACCEPT_PAUSE_S", 0.001)
-
-    async def scenario(handover):
-        listener = handover._listener
-        tries = []
-
-        class Full:
-            def accept(self):
-                tries.append(1)
-                raise OSError(errno.EMFILE, "Too many open files")
-
-            def fileno(self):
-                return listener.fileno()
-
-        asyncio.get_running_loop().remove_reader(listener)
-        handover._listener = Full()
-        handover._listen_again()
-        client = connect(path)
-        await until(lambda: len(tries) > 5)
-        client.close()
-        asyncio.get_running_loop().remove_reader(listener)
-        handover._listener = listener
-        assert [record.message for record in caplog.records] == ["accept paused"]
-
-    serve(path, Opener(), scenario)

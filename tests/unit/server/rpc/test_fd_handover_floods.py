@@ -1,7 +1,9 @@
 """Hellos in numbers: few sessions are opened at a time, and none for who is gone."""
 
 import asyncio
+import errno
 
+from kvkeep_server.rpc import fd_handover
 from kvkeep_server.rpc.fd_handover import HandoverLimits
 from tests.unit.server.rpc import test_fd_handover as one_by_one
 from tests.unit.server.rpc.test_fd_handover import (
@@ -111,3 +113,31 @@ def test_stopping_closes_those_who_wait(path):
 
     serve(path, opener, scenario, FEW)
     assert opener.facts == []
+
+
+def test_a_shortage_of_descriptors_is_told_once_a_minute(path, caplog, monkeypatch):
+    monkeypatch.setattr(fd_handover, "_ACCEPT_PAUSE_S", 0.001)
+
+    async def scenario(handover):
+        listener = handover._listener
+        tries = []
+
+        class Full:
+            def accept(self):
+                tries.append(1)
+                raise OSError(errno.EMFILE, "Too many open files")
+
+            def fileno(self):
+                return listener.fileno()
+
+        asyncio.get_running_loop().remove_reader(listener)
+        handover._listener = Full()
+        handover._listen_again()
+        client = connect(path)
+        await until(lambda: len(tries) > 5)
+        client.close()
+        asyncio.get_running_loop().remove_reader(listener)
+        handover._listener = listener
+        assert [record.message for record in caplog.records] == ["accept paused"]
+
+    serve(path, Opener(), scenario)
