@@ -16,6 +16,7 @@ CALLS = (
     "allocate",
     "truncate",
     "size",
+    "links",
     "unlink",
     "sync_directory",
     "free_nbytes",
