@@ -25,6 +25,7 @@ from tests.fakes.tier import FakeTier
 
 NBYTES = 5000
 MIB = 1 << 20
+NVME = {"segment_nbytes": 2 * MIB, "max_nbytes": 7 * MIB}
 
 
 class KeepsAll(IndexOwner):
@@ -62,7 +63,7 @@ def fake_tier(_executor, _path) -> Tier:
 
 
 def nvme_tier(executor, path) -> Tier:
-    tier = make_nvme_tier([path / "nvme"], executor, owner=KeepsAll(), segment_nbytes=2 * MIB)
+    tier = make_nvme_tier([path / "nvme"], executor, owner=KeepsAll(), **NVME)
     asyncio.run(tier.start())
     return tier
 

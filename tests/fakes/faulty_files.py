@@ -16,6 +16,7 @@ CALLS = (
     "allocate",
     "truncate",
     "size",
+    "links",
     "unlink",
     "rename",
     "sync_directory",

@@ -22,7 +22,13 @@ from kvkeep_server.tiers.nvme.segment_format import (
     records_that_fit,
 )
 from kvkeep_server.tiers.nvme.segments import Segment, SegmentEvent
-from kvkeep_server.tiers.nvme.writing import create_segment, seal_segment, write_records
+from kvkeep_server.tiers.nvme.writing import (
+    GoneError,
+    create_segment,
+    look_after,
+    seal_segment,
+    write_records,
+)
 from kvkeep_server.tiers.record import PAGE_NBYTES, RECORD, Rows, is_block, stored_pages
 
 U64 = NDArray[np.uint64]
@@ -275,17 +281,18 @@ class Appender:
         assert segment is not None
         rows = np.concatenate(job.rows) if job.rows else np.empty(0, RECORD)
         directory.table.hold(segment)
+        files, workers = directory.files, directory.workers
+
+        def work() -> None:
+            write_records(files, workers, segment.fd, rows, job.sources, sync=job.sync)
+            if job.sync:
+                look_after(files, segment.fd, segment.nbytes)
+
         try:
-            await directory.run(
-                lambda: write_records(
-                    directory.files,
-                    directory.workers,
-                    segment.fd,
-                    rows,
-                    job.sources,
-                    sync=job.sync,
-                )
-            )
+            await directory.run(work)
+        except GoneError as error:
+            self._again(job)
+            self._quarantine(error)
         except OSError as error:
             self._quarantine(error)
             for append, count in job.pieces:
@@ -317,17 +324,49 @@ class Appender:
         """Nothing more goes in, and what no sync covered is lost."""
         segment, directory = self.active, self._directory
         assert segment is not None
-        directory.health.failed(error)
         directory.counts.write_errors += 1
         directory.counts.quarantined += 1
         segment.advance(SegmentEvent.QUARANTINE)
         unsynced, self._unsynced = self._unsynced, []
-        self.active, self._table, self._sync_due = None, [], False
+        table, self._table = self._table, []
+        self.active, self._sync_due = None, False
+        if isinstance(error, GoneError):
+            self._gone(segment, table)
+            return
+        directory.health.failed(error)
         if unsynced:
             lost = np.concatenate(unsynced)
             lost = lost[is_block(lost)]
             directory.counts.lost += len(lost)
             directory.lose(segment, lost["location"], lost["record_seq"])
+
+    def _gone(self, segment: Segment, table: list[Rows]) -> None:
+        """Somebody removed or cut its file: all in it is lost, and the device is well.
+
+        What removals wrote there is needed as long as older records lie elsewhere. Of who waits
+        still, records that were written there are not any more.
+        """
+        directory = self._directory
+        directory.counts.vanished += 1
+        directory.table.retire(segment)
+        directory.owner.segment_lost(segment.number)
+        rows = np.concatenate(table) if table else np.empty(0, RECORD)
+        marks = rows[~is_block(rows)]
+        if len(marks):
+            empty = [memoryview(b"")] * len(marks)
+            self._queue.appendleft(Append.of(marks, empty, durable=True, for_reclaim=True))
+        waiting = {append for append, _ in self._job.pieces} if self._job else set()
+        for append in waiting.union(self._queue):
+            places = append.rows["location"][: append.ended]
+            there = np.flatnonzero(places >> NUMBER_SHIFT == np.uint64(segment.number))
+            append.status[there], places[there] = WriteStatus.FAILED, 0
+
+    def _again(self, job: _Job) -> None:
+        """What a job did not bring onto the medium goes into the next segment, in its order."""
+        for append, count in reversed(job.pieces):
+            append.placed -= count
+            if append not in self._queue:
+                self._queue.appendleft(append)
 
     # --- segments ---------------------------------------------------------------------------------
 
@@ -408,14 +447,15 @@ class Appender:
             directory.table.retire(segment)
             await directory.unlink_retired()
             return
-        rows = np.concatenate(self._table)
+        rows, files = np.concatenate(self._table), directory.files
         directory.table.hold(segment)
+
+        def work() -> int:
+            look_after(files, segment.fd, segment.nbytes)
+            return seal_segment(files, segment.fd, segment.number, segment.end_page, rows)
+
         try:
-            nbytes = await directory.run(
-                lambda: seal_segment(
-                    directory.files, segment.fd, segment.number, segment.end_page, rows
-                )
-            )
+            nbytes = await directory.run(work)
         except OSError as error:
             self._quarantine(error)
         else:

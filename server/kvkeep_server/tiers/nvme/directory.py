@@ -78,7 +78,7 @@ class Counts:
         write_errors: Jobs that failed.
         throttled: Blocks turned away for want of room or because too much was queued.
         quarantined: Segments.
-        vanished: Segments whose file somebody else removed.
+        vanished: Segments whose file somebody else removed, or cut while it was written to.
         unlink_errors: Files that could not be removed, each try.
         recovered: Records found again.
     """

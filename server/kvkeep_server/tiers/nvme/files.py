@@ -85,6 +85,10 @@ class Files(Protocol):
         """Size of the file in bytes."""
         ...
 
+    def links(self, fd: int) -> int:
+        """How many names the file has; 0 = somebody removed it."""
+        ...
+
     def unlink(self, path: str) -> None:
         """Removes the name."""
         ...
@@ -208,6 +212,10 @@ class DiskFiles:
     def size(self, fd: int) -> int:
         """See `Files`."""
         return os.fstat(fd).st_size
+
+    def links(self, fd: int) -> int:
+        """See `Files`."""
+        return os.fstat(fd).st_nlink
 
     def unlink(self, path: str) -> None:
         """See `Files`."""

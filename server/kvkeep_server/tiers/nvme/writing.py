@@ -1,6 +1,7 @@
 """What a writer thread does: encode headers, gather buffers, write, sync. Blocks; any thread."""
 
 import contextlib
+import errno
 import mmap
 from collections.abc import Sequence
 
@@ -37,6 +38,11 @@ _GATHERED_NBYTES_MAX = 128 << 20
 _ZEROS = memoryview(bytes(PAGE_NBYTES))
 
 
+class GoneError(OSError):
+    """The file that was written and synced is not there any more, or was cut: no system call says
+    so."""
+
+
 def create_segment(
     files: Files, settings: DirectorySettings, path: str, header: SegmentHeader
 ) -> int:
@@ -59,6 +65,19 @@ def create_segment(
             files.close(fd)
         raise
     return fd
+
+
+def look_after(files: Files, fd: int, nbytes: int) -> None:
+    """Whether the file of an active segment is still what a later process would find.
+
+    Raises:
+        GoneError: It is not.
+        OSError: Nobody knows.
+    """
+    if not files.links(fd):
+        raise GoneError(errno.ENOENT, "somebody removed the segment that is written to")
+    if files.size(fd) < nbytes:
+        raise GoneError(errno.ENODATA, "somebody cut the segment that is written to")
 
 
 def seal_segment(files: Files, fd: int, number: int, end_page: int, rows: Rows) -> int:

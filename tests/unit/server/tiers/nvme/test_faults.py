@@ -3,6 +3,7 @@ and it heals by itself."""
 
 import asyncio
 import errno
+import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -152,7 +153,8 @@ def live(path, files):
 
 
 def afterlife(path, before):
-    """The next process: every acknowledged block that nobody was told was lost is there."""
+    """The next process: every acknowledged block that nobody was told was lost is there. What it
+    found."""
     story = Story(path, FaultyFiles())
     story.contents = before.contents
 
@@ -168,6 +170,7 @@ def afterlife(path, before):
     lost = {key for key in before.acked if (got[key] or (0,))[0] != ReadStatus.HIT}
     told = {key for key in before.acked if key not in before.owner.places}
     assert lost <= told, f"{len(lost)} acknowledged blocks lost without a word"
+    return {key: answer for key, answer in got.items() if answer}
 
 
 @pytest.fixture
@@ -229,6 +232,83 @@ def test_a_failed_sync_is_never_called_good(tmp_path):
 
     asyncio.run(run())
     story.threads.shutdown()
+
+
+@pytest.mark.parametrize("harm", ["removed", "cut", "cut a little"])
+@pytest.mark.parametrize("ending", ["write", "seal"])
+def test_an_active_segment_that_somebody_harms_takes_nothing_more(fast_path, harm, ending):
+    """Commits were acknowledged into it, and gone with the process; so were removals."""
+    story = Story(fast_path, FaultyFiles())
+
+    async def run():
+        await started(story.tier, story.owner)
+        await story.store(1, 8, durable=True)
+        await story.tier.seal()
+        removed, kept = list(story.contents)[:2]
+        await story.store(2, 2, durable=True)
+        await story.remove(removed)
+        place = max(fast_path.glob("*.kvks"))
+        if harm == "removed":
+            place.unlink()
+        else:
+            os.truncate(place, 0 if harm == "cut" else MIB - 4096)
+        if ending == "write":
+            assert (await story.store(3, 2, durable=True) == WriteStatus.WRITTEN).all()
+        else:
+            await story.tier.seal()
+        assert story.owner.segments_lost == [int(place.stem, 16)]
+        counts = story.tier.stats().counts
+        assert (counts.vanished, counts.quarantined) == (1, 1)
+        assert not story.tier.stats().directories[0].sick
+        assert (await story.store(4, 2, durable=True) == WriteStatus.WRITTEN).all()
+        await story.tier._logs[0].directory.unlink_retired()
+        story.tier.check()
+        # The process dies here; nobody closes the tier.
+        story.tier._logs[0].directory.table.close_all()
+        return removed, kept
+
+    removed, kept = asyncio.run(run())
+    for lock in story.tier._locks:
+        lock.release()
+    story.threads.shutdown()
+    again = afterlife(fast_path, story)
+    assert removed not in again
+    assert again.keys() >= {kept} | set(list(story.contents)[10:])
+
+
+@pytest.mark.parametrize("removal", [False, True])
+def test_what_is_on_its_way_into_a_segment_that_vanishes_goes_into_the_next(fast_path, removal):
+    """Also what was written before, of the same batch: that is not there any more."""
+    story = Story(fast_path, FaultyFiles())
+
+    async def run():
+        await started(story.tier, story.owner)
+        await story.store(1, 2, durable=True)
+        await story.tier.seal()
+        await story.store(2, 1, durable=True)
+        syncs = iter(range(100))
+
+        def vanish(name, _number):
+            if name == "fdatasync" and next(syncs) == 0:
+                max(fast_path.glob("*.kvks")).unlink()
+            return 0
+
+        story.files.plan = vanish
+        first = next(iter(story.contents))
+        if removal:
+            await story.remove(first)
+        else:
+            await story.store(3, 40, durable=True)
+        story.tier._logs[0].directory.table.close_all()
+        return first
+
+    first = asyncio.run(run())
+    for lock in story.tier._locks:
+        lock.release()
+    story.threads.shutdown()
+    assert story.tier.stats().counts.vanished == 1
+    again = afterlife(fast_path, story)
+    assert (first in again) is not removal
 
 
 def test_one_probe_at_intervals(tmp_path):
