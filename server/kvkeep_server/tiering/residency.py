@@ -259,7 +259,9 @@ class Residency(Arrivals):
             self.evicted_total += self.remove(leaving, MissReason.EVICTED)
             lost = np.setdiff1d(others, leaving)
             if len(lost):
-                self._vacate(lost)
+                blocks = self._vacate(lost)
+                self.evicted_total += blocks
+                self.held[TierId.RAM].left[MissReason.EVICTED] += blocks
                 self.forget(columns.blocks_of(lost), MissReason.EVICTED)
                 self._note_lost(lost, MissReason.EVICTED)
         if stays.any():

@@ -6,7 +6,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from kvkeep_server.core.results import AckLevel, GroupKind, StateMode, TierId
+from kvkeep_server.core.keys import KeyBatch
+from kvkeep_server.core.results import AckLevel, GroupKind, MissReason, StateMode, TierId
 from kvkeep_server.service.spec import GroupSpec
 from tests.fakes.core_harness import MIB, Harness, full, keys_of, spec
 from tests.fakes.core_readings import page_of
@@ -110,3 +111,20 @@ def test_two_full_tiers_come_to_rest():
         assert held(core) > 1000
         core.check()
         ages_are_of_blocks(core)
+
+
+def test_what_leaves_ram_without_its_record_is_counted_too():
+    """It is lost, with all that descends from it: it left ram, and does not stay on nvme."""
+    with core_of("16MiB", "16MiB") as core:
+        core.ack = AckLevel.NVME
+        session, residency = core.session(4 * MIB), core.core.residency
+        opened = core.open(session)
+        keys = keys_of("chain", 5)
+        core.put(session, opened, keys)
+        head = residency.find(opened.spaces.local[0], KeyBatch.unpack(b"".join(keys[:1]), 32))
+        residency.forget(head, MissReason.CORRUPT)
+        residency.evict(5)
+        page = page_of(core)
+        left = page.sum("kvkeep_blocks_left_total", tier="ram", reason="evicted")
+        assert (left, page.sum("kvkeep_blocks_demoted_total")) == (2, 3)
+        assert residency.evicted_total == 2
