@@ -5,7 +5,7 @@ import contextlib
 import logging
 import random
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -29,6 +29,7 @@ from kvkeep_server.tiering.residency import Residency
 from kvkeep_server.tiering.room import RoomMaker
 from kvkeep_server.tiers.nvme.epoch_files import EpochFiles
 from kvkeep_server.tiers.nvme.files import Files
+from kvkeep_server.tiers.nvme.stats import DirectoryStats
 from kvkeep_server.tiers.nvme.tier import NvmeSettings, NvmeTier
 from kvkeep_server.tiers.ram.tier import RamTier
 
@@ -38,6 +39,7 @@ _SWEEP_S = 0.05
 _DRAINED_UNITS = 256
 # Of each directory, in the log.
 _NAMED_MAX = 20
+_READS_TOLD_S = 60.0
 _SICK, _WELL = "nvme: a directory takes no writes", "nvme: a directory takes writes again"
 _SHORT = "nvme: the file system has less room than nvme.max allows; the oldest blocks go for it"
 _ROOMY = "nvme: the file system has the room that nvme.max allows again"
@@ -99,8 +101,11 @@ class NvmeSide:
         self._residency = residency
         self._book = book
         self._epochs = epochs
+        self._clock = clock
         self._sick: dict[str, str] = {}
         self._short: dict[str, str] = {}
+        # Of each directory: read errors that were told, and when more of them may be.
+        self._reads_told: dict[str, tuple[int, float]] = {}
         self._writers = ThreadPoolExecutor(_WRITE_THREADS, thread_name_prefix="kvkeep-write")
         self.records = Records(
             residency=residency, policy=UsedReinsertion(), keyspace_of=book.by_name
@@ -203,9 +208,20 @@ class NvmeSide:
         # Where nothing can be written the same reason was told.
         short = {one.path: one.shortage for one in stats if one.shortage}
         short = {path: short[path] for path in short if path in self._short or path not in sick}
+        self._tell_of_reads(stats)
         _tell_changes(self._sick, sick, _SICK, _WELL)
         _tell_changes(self._short, short, _SHORT, _ROOMY)
         self._sick, self._short = sick, short
+
+    def _tell_of_reads(self, stats: Sequence[DirectoryStats]) -> None:
+        now_s = self._clock.monotonic_s()
+        for one in stats:
+            told, next_s = self._reads_told.get(one.path, (0, now_s))
+            if one.read_errors > told and now_s >= next_s:
+                more = one.read_errors - told
+                extra = {"directory": one.path, "reason": one.read_reason, "records": more}
+                _log.warning("nvme: reads fail", extra=extra)
+                self._reads_told[one.path] = (one.read_errors, now_s + _READS_TOLD_S)
 
     async def drain(self) -> None:
         """Queues what is in ram only, and waits until all is written. Cancel it when the time is

@@ -204,6 +204,19 @@ class Health:
         self._probing = False
 
 
+@dataclass(slots=True)
+class ReadTrouble:
+    """Of one directory.
+
+    Attributes:
+        errors: Records that could not be read, for errors of the system.
+        reason: What it said the last time.
+    """
+
+    errors: int = 0
+    reason: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class Workers:
     """Threads and what they share.
@@ -246,6 +259,7 @@ class Directory:
         workers: Of the whole tier.
         owner: Of the records.
         wall_ms: The log's clock: wall time that never goes back.
+        reads: What fails of them.
         room_needed: Set when a segment was made or somebody was turned away: time to reclaim.
         starved: Set when the file system had no room, whatever it had said of itself: a quota, or
             somebody was faster.
@@ -260,6 +274,7 @@ class Directory:
     workers: Workers
     owner: RecordOwner
     wall_ms: Callable[[], int]
+    reads: ReadTrouble = field(default_factory=ReadTrouble)
     room_needed: asyncio.Event = field(default_factory=asyncio.Event)
     starved: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -272,6 +287,12 @@ class Directory:
     def admits(self) -> bool:
         """Whether a write has a chance now."""
         return self.health.admits and not self.table.is_hopeless
+
+    def read_failed(self, error: OSError, records: int = 1) -> None:
+        """The system could not read so many records: their bytes may be right all the same."""
+        self.counts.read_errors += records
+        self.reads.errors += records
+        self.reads.reason = str(error)
 
     async def measure(self) -> None:
         """Asks the file system what it has free; where it does not say, its last answer counts."""

@@ -2,7 +2,7 @@
 
 import errno
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 import xxhash
@@ -47,6 +47,7 @@ class Call:
         stamps: Of each.
         into: Where each goes, `nbytes` long.
         status: A `ReadStatus` each, MISS at first; each place is written by one thread.
+        errors: Of places that the system could not read, what it said.
     """
 
     namespace_id: bytes
@@ -59,6 +60,7 @@ class Call:
     stamps: list[int]
     into: Sequence[memoryview]
     status: bytearray
+    errors: dict[int, OSError] = field(default_factory=dict)
 
     def key(self, place: int) -> bytes:
         """Of one block."""
@@ -129,8 +131,9 @@ def read_blocks(
             fd = job.segment.opened(files)
         except FileNotFoundError as error:
             results.append(error)
-        except OSError:
+        except OSError as error:
             call.say(job.places, _THROTTLED)
+            call.errors.update(dict.fromkeys(job.places, error))
             results.append(len(job.places))
         else:
             results.append(0)
@@ -224,6 +227,7 @@ def _direct(run: _Run, flat: memoryview, got: int) -> None:
 def _one_by_one(files: Files, workers: Workers, run: _Run, error: OSError) -> int:
     """After an error: a read for each block, so that only bad places suffer."""
     if len(run.places) == 1:
+        run.call.errors[run.places[0]] = error
         run.call.say(run.places, _CORRUPT if error.errno in UNREADABLE else _THROTTLED)
         return 1
     ones = [replace(run, places=[place]) for place in run.places]

@@ -4,7 +4,6 @@ Numbers of the new records are taken at the moment that the owner is asked. So w
 rewrites a block afterwards has a higher number, and wins also when the process dies in between.
 """
 
-import contextlib
 from collections.abc import Awaitable, Callable
 
 import numpy as np
@@ -92,7 +91,7 @@ class Reclaimer:
             directory.counts.vanished += 1
             found = ""
         except OSError as error:
-            directory.counts.read_errors += 1
+            directory.read_failed(error)
             if error.errno not in UNREADABLE:
                 return False
             found = ""
@@ -149,13 +148,15 @@ class Reclaimer:
             return True
         scratch = directory.workers.bounce.take(_span(rows)[1])
         try:
-            good = await directory.run(lambda: self._load(segment, rows, scratch))
-        except OSError:
-            directory.counts.read_errors += 1
+            good, failed = await directory.run(lambda: self._load(segment, rows, scratch))
+        except OSError as error:
+            directory.read_failed(error)
             directory.workers.bounce.give(scratch)
             return False
         try:
-            directory.counts.corrupt += int((~good).sum())
+            directory.counts.corrupt += int((~good).sum()) - len(failed)
+            if failed:
+                directory.read_failed(failed[-1], len(failed))
             self._drop(segment, rows[~good], MissReason.CORRUPT)
             old = rows[good]
             new = old.copy()
@@ -166,10 +167,15 @@ class Reclaimer:
         finally:
             directory.workers.bounce.give(scratch)
 
-    def _load(self, segment: Segment, rows: Rows, scratch: Scratch) -> NDArray[np.bool_]:
+    def _load(
+        self, segment: Segment, rows: Rows, scratch: Scratch
+    ) -> tuple[NDArray[np.bool_], list[OSError]]:
         """Reads all from the first to the last of these records, and verifies them. In a thread.
 
         Where the medium fails, one by one, so that only bad places suffer.
+
+        Returns:
+            Which are right; and of those that are not for the medium's sake, what it said.
 
         Raises:
             OSError: it may be over in a moment.
@@ -177,6 +183,8 @@ class Reclaimer:
         first_page, nbytes = _span(rows)
         files = self._directory.files
         fd = segment.opened(files)
+        failed: list[OSError] = []
+        good = np.ones(len(rows), np.bool_)
         try:
             files.preadv(fd, [scratch.data[:nbytes]], first_page * PAGE_NBYTES)
         except OSError as error:
@@ -184,12 +192,15 @@ class Reclaimer:
                 raise
             starts = (rows["location"] & PAGE_MASK).astype(np.int64) - first_page
             pieces = zip(starts.tolist(), stored_pages(rows).tolist(), strict=True)
-            for start, pages in pieces:
+            for place, (start, pages) in enumerate(pieces):
                 part = scratch.data[start * PAGE_NBYTES : (start + pages) * PAGE_NBYTES]
                 part[:] = bytes(len(part))
-                with contextlib.suppress(OSError):
+                try:
                     files.preadv(fd, [part], (first_page + start) * PAGE_NBYTES)
-        return stored_checksums_match(rows, _payloads(rows, rows, scratch))
+                except OSError as one:
+                    good[place] = False
+                    failed.append(one)
+        return good & stored_checksums_match(rows, _payloads(rows, rows, scratch)), failed
 
     def _note(self, segment: Segment, old: Rows, append: Append) -> bool:
         """Tells the owner what moved and what is lost; False when to try again later."""

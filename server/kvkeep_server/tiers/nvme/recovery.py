@@ -275,6 +275,7 @@ async def recover_segment(directory: Directory, segment: Segment) -> Rows:
             directory.counts.vanished += 1
             table.retire(segment)
     except OSError as error:
+        directory.read_failed(error)
         table.skip(segment, f"cannot be read: {error.strerror}")
     finally:
         table.release(segment)

@@ -18,6 +18,8 @@ class DirectoryStats:
         waiting_to_go: Reclaimed segments whose file is still there.
         sick: Why it takes no writes; "" = it does.
         shortage: Why it has to do with less than `max_nbytes`; "" = it has not.
+        read_errors: Records that could not be read, for errors of the system, since the start.
+        read_reason: What it said the last time.
         foreign: Names that are not ours.
         skipped: Files of which nothing is used, and why.
     """
@@ -29,6 +31,8 @@ class DirectoryStats:
     waiting_to_go: int
     sick: str
     shortage: str
+    read_errors: int
+    read_reason: str
     foreign: tuple[str, ...]
     skipped: dict[str, str]
 
@@ -55,6 +59,8 @@ def directory_stats(directory: Directory) -> DirectoryStats:
         waiting_to_go=table.waiting_to_go,
         sick=directory.sick,
         shortage=table.shortage() if table.is_limited else "",
+        read_errors=directory.reads.errors,
+        read_reason=directory.reads.reason,
         foreign=tuple(table.foreign),
         skipped=dict(table.skipped),
     )

@@ -389,7 +389,10 @@ class NvmeTier:
             elif isinstance(answer, Exception):
                 raise answer
             else:
-                self._counts.read_errors += answer
+                if answer:
+                    errors = call.errors
+                    failed = [errors[place] for place in job.places if place in errors]
+                    log.directory.read_failed(failed[-1], answer)
                 self._note(log, job)
 
     def _note(self, log: Log, job: Job) -> None:
@@ -399,13 +402,14 @@ class NvmeTier:
             for place in job.places:
                 location = call.locations[place]
                 if call.status[place] == _CORRUPT:
-                    self._corrupt(log, segment, location, call.stamps[place])
+                    self._counts.corrupt += place not in call.errors
+                    self._give_up(log, segment, location, call.stamps[place])
                 elif (location & PAGE_MAX) in segment.dead:
                     call.status[place] = _MISS  # removed meanwhile
 
-    def _corrupt(self, log: Log, segment: Segment, location: int, stamp: int) -> None:
-        """Drops a record whose bytes are wrong; the first who finds out tells its owner."""
-        self._counts.corrupt += 1
+    def _give_up(self, log: Log, segment: Segment, location: int, stamp: int) -> None:
+        """Drops a record whose bytes are wrong or that the medium does not give; the first who
+        finds out tells its owner."""
         if location & PAGE_MAX not in segment.dead:
             one = np.array([[location], [stamp]], np.uint64)
             log.directory.lose(segment, one[0], one[1])

@@ -1,6 +1,7 @@
 """A core with both tiers: what leaves ram stays on nvme, comes back when asked for, and is there
 after a restart."""
 
+import errno
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from kvkeep_server.service.checking import CheckOrder
 from kvkeep_server.tiers import record
 from kvkeep_server.tiers.nvme.files import DiskFiles
 from tests.fakes.core_harness import MIB, Harness, full, keys_of, spec
-from tests.fakes.faulty_files import SmallDisk
+from tests.fakes.faulty_files import FaultyFiles, SmallDisk
 from tests.fakes.nvme_tier import fast_directory
 
 STORED, ALREADY = CommitStatus.STORED, CommitStatus.ALREADY_STORED
@@ -411,3 +412,35 @@ def test_a_full_file_system_is_as_a_full_log_and_is_logged_once(directory, caplo
         "nvme: the file system has less room than nvme.max allows; the oldest blocks go for it"
     ]
     assert "nvme.free_min keeps 0B of it" in told[0].reason
+
+
+def test_reads_that_fail_are_logged_once_a_minute(directory, caplog):
+    """Nobody was told; blocks left, as if their bytes had been wrong."""
+    files = FaultyFiles()
+    with both(directory, files=lambda: files) as core:
+        session = core.session()
+        opened, keys = core.open(session), keys_of("a", 20)
+        core.put(session, opened, keys)
+        evict_all(core)
+        files.plan = lambda name, _number: errno.EIO if name == "preadv" else 0
+        for _ in range(3):
+            core.acquire(session, opened, keys)
+            core.core.nvme._tell_of_directories()
+        assert core.core.nvme.tier.stats().counts.corrupt == 0
+        files.plan = lambda _name, _number: 0
+        other = keys_of("b", 5)
+        for _ in range(2):
+            core.put(session, opened, other)
+            evict_all(core)
+            files.plan = lambda name, _number: errno.EIO if name == "preadv" else 0
+            core.acquire(session, opened, other)
+            files.plan = lambda _name, _number: 0
+            core.core.nvme._tell_of_directories()
+            core.clock.advance(61.0)
+        core.core.nvme._tell_of_directories()
+        total = core.core.nvme.tier.stats().counts.read_errors
+    told = [one for one in caplog.records if one.message == "nvme: reads fail"]
+    assert len(told) == 2
+    assert sum(one.records for one in told) == total
+    assert "[Errno 5]" in told[0].reason
+    assert told[0].directory == f"{directory}/kv"

@@ -349,7 +349,9 @@ def test_a_bad_place_on_the_medium_costs_only_its_own_block(tmp_path):
         got = await story.read_all()
         assert got[keys[2]][0] == ReadStatus.CORRUPT
         assert all(got[key][0] == ReadStatus.HIT for key in keys if key != keys[2])
-        assert story.tier.stats().counts.read_errors == 1
+        counts = story.tier.stats().counts
+        assert (counts.read_errors, counts.corrupt) == (1, 0)
+        assert "[Errno 5]" in story.tier.stats().directories[0].read_reason
         assert keys[2] not in story.owner.places, "its owner is told"
         files.plan = lambda name, _number: errno.EMFILE if name in {"open", "preadv"} else 0
         got = await story.read_all()
@@ -357,6 +359,31 @@ def test_a_bad_place_on_the_medium_costs_only_its_own_block(tmp_path):
         files.plan = lambda _name, _number: 0
         got = await story.read_all()
         assert [answer[0] for answer in got.values() if answer] == [ReadStatus.HIT] * 5
+        await story.tier.close()
+
+    asyncio.run(run())
+    story.threads.shutdown()
+
+
+def test_a_place_that_reclaim_cannot_read_is_no_corrupt_record(tmp_path):
+    files = FaultyFiles()
+    story = Story(tmp_path, files)
+
+    async def run():
+        await started(story.tier, story.owner)
+        await story.store(1, 6, durable=True)
+        await story.tier.seal()
+        reads = iter(range(100))
+        # After header and footer and table: all, then one by one.
+        files.plan = lambda name, _number: (
+            errno.EIO if name == "preadv" and next(reads) in {3, 5} else 0
+        )
+        assert await story.tier.reclaim_oldest()
+        stats = story.tier.stats()
+        assert (stats.counts.read_errors, stats.counts.corrupt) == (1, 0)
+        assert stats.counts.reinserted == 5
+        assert len(story.owner.places) == 5
+        assert stats.directories[0].read_errors == 1
         await story.tier.close()
 
     asyncio.run(run())
