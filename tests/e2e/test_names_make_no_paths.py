@@ -51,10 +51,11 @@ REAL = [
     *("'; DROP TABLE x", "{x}", "%s%n", "None", "-SEP-", "😀" * 80, "a" * 1024, "\x7f\x1b[2J"),
 ]
 ATOMS = [*REAL, "..", "/", "\\", "\x00", "-SEP-", "@", ":", "%00", "name", "\u202e", "x" * 300]
-# The daemon looks how much memory is left, hands its own descriptors on, and imports late; gRPC's
-# libraries ask for the processor's frequency when they first need a clock.
+# The daemon looks how much memory is left, hands its descriptors on, finds its sockets by that of
+# their directory, and imports late; gRPC's libraries ask for the processor's frequency when they
+# first need a clock.
 SYSTEM = re.compile(
-    r"/proc/(self|\d+)/(fd/\d+|cgroup|mountinfo)|/proc/(meminfo|cpuinfo)"
+    r"/proc/(self|\d+)/(fd/\d+(/kvkeep(\.fd)?\.sock)?|cgroup|mountinfo)|/proc/(meminfo|cpuinfo)"
     r"|/sys/fs/cgroup/.*|/sys/devices/system/.*"
 )
 MODULES = tuple(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib"))
