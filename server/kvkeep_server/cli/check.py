@@ -8,7 +8,7 @@ import click
 from kvkeep.v1 import admin_pb2 as pb
 from kvkeep_server.cli import check_offline
 from kvkeep_server.cli.admin_calls import AdminCalls
-from kvkeep_server.cli.runtime_dir import given_directory
+from kvkeep_server.cli.runtime_dir import runtime_dir_option
 from kvkeep_server.cli.sizes import size_from
 from kvkeep_server.core.quantities import show_size
 
@@ -33,13 +33,7 @@ _BYTES_NOT_READ = "bytes     not read; --bytes compares every block with its che
 
 
 @click.command()
-@click.option(
-    "--runtime-dir",
-    metavar="DIR",
-    default="",
-    callback=given_directory,
-    help="Directory of the daemon's sockets.",
-)
+@runtime_dir_option
 @click.option(
     "--offline",
     metavar="FILE",

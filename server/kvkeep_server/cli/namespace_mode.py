@@ -8,7 +8,7 @@ import click
 from kvkeep.v1.admin_pb2 import NamespaceInfo
 from kvkeep.v1.namespace_pb2 import NamespaceMode
 from kvkeep_server.cli.admin_calls import AdminCalls
-from kvkeep_server.cli.runtime_dir import given_directory
+from kvkeep_server.cli.runtime_dir import runtime_dir_option
 from kvkeep_server.core.errors import InvalidArgumentError
 
 MODES = ("normal", "read-only", "bypass")
@@ -23,13 +23,7 @@ def mode_name(mode: "NamespaceMode.ValueType") -> str:
 
 @click.command("namespace-mode")
 @click.argument("mode", type=click.Choice(MODES))
-@click.option(
-    "--runtime-dir",
-    metavar="DIR",
-    default="",
-    callback=given_directory,
-    help="Directory of the daemon's sockets.",
-)
+@runtime_dir_option
 @click.option("--set", "set_id", metavar="HEX", default="", help="The set whose id begins so.")
 @click.option("--tenant", metavar="NAME", help="All sets of this tenant.")
 @click.option("--model", metavar="NAME", help="All sets of this model.")

@@ -13,7 +13,7 @@ from kvkeep_server.cli.admin_calls import AdminCalls, NoDaemonError
 from kvkeep_server.cli.progress import Progress
 from kvkeep_server.cli.replay_clients import ReplayClients, ReplayPlan
 from kvkeep_server.cli.replay_report import as_dict, as_text, rows
-from kvkeep_server.cli.runtime_dir import given_directory, runtime_dir_or_default
+from kvkeep_server.cli.runtime_dir import runtime_dir_option, runtime_dir_or_default
 from kvkeep_server.cli.sizes import size_from
 from kvkeep_server.core.clock import SystemClock
 from kvkeep_server.core.errors import KVKeepError
@@ -34,13 +34,7 @@ def _tokens(_context: click.Context, _option: click.Parameter, value: int) -> in
 @click.argument(
     "trace", metavar="TRACE", type=click.Path(exists=True, dir_okay=False, path_type=Path)
 )
-@click.option(
-    "--runtime-dir",
-    metavar="DIR",
-    default="",
-    callback=given_directory,
-    help="Directory of the daemon's sockets.",
-)
+@runtime_dir_option
 @click.option(
     "--clients",
     type=click.IntRange(1, 64),

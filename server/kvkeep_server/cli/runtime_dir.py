@@ -36,6 +36,15 @@ def given_directory(context: click.Context, option: click.Parameter, value: str)
     return value
 
 
+runtime_dir_option = click.option(
+    "--runtime-dir",
+    metavar="DIR",
+    default="",
+    callback=given_directory,
+    help="Directory of the daemon's sockets.",
+)
+
+
 def _default() -> str:
     session = os.environ.get("XDG_RUNTIME_DIR", "")  # noqa: TID251 - see the module
     if session.startswith("/"):

@@ -9,19 +9,13 @@ from rich.console import Console
 from rich.live import Live
 
 from kvkeep_server.cli.admin_calls import AdminCalls
-from kvkeep_server.cli.runtime_dir import given_directory
+from kvkeep_server.cli.runtime_dir import runtime_dir_option
 from kvkeep_server.cli.stats_text import as_dict, as_text
 from kvkeep_server.core.clock import SystemClock
 
 
 @click.command()
-@click.option(
-    "--runtime-dir",
-    metavar="DIR",
-    default="",
-    callback=given_directory,
-    help="Directory of the daemon's sockets.",
-)
+@runtime_dir_option
 @click.option("--watch", is_flag=True, help="Show it again every --interval, with rates.")
 @click.option(
     "--interval",
