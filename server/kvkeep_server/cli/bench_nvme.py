@@ -30,7 +30,7 @@ from kvkeep_server.cli.bench_local import BATCH_BLOCKS, SEED, SIZES, GiB, MiB
 from kvkeep_server.cli.bench_nvme_log import SEGMENT_NBYTES, MeasuredLog, Slots
 from kvkeep_server.cli.bench_rows import Row, rate_row
 from kvkeep_server.cli.bench_timing import Operation, Samples
-from kvkeep_server.tiers.record import PAGE_NBYTES
+from kvkeep_server.tiers.record import PAGE_NBYTES, record_pages
 
 _UNDER_WAY_NBYTES = 16 * MiB
 _MERGED_NBYTES = (MiB, 4 * MiB)
@@ -60,7 +60,7 @@ class NvmePlan:
     def log_nbytes(self, block_nbytes: int) -> int:
         """The limit of the log of one block size: never reached."""
         batches = self.batches_a_round(block_nbytes) * (self.rounds + 1)
-        record_nbytes = (-(-block_nbytes // PAGE_NBYTES) + 1) * PAGE_NBYTES
+        record_nbytes = record_pages(block_nbytes) * PAGE_NBYTES
         return (batches * BATCH_BLOCKS * record_nbytes // SEGMENT_NBYTES + 4) * SEGMENT_NBYTES
 
     @property

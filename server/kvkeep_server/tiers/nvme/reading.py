@@ -19,6 +19,7 @@ from kvkeep_server.tiers.record import (
     PAGE_NBYTES,
     check_block,
     key_seed,
+    record_pages,
 )
 
 # Looked up once: an enum's attribute costs more than a comparison.
@@ -70,7 +71,7 @@ class Call:
     @property
     def record_pages(self) -> int:
         """Pages of each record."""
-        return 1 + -(-self.nbytes // PAGE_NBYTES)
+        return record_pages(self.nbytes)
 
     def runs(self, places: list[int], nbytes_max: int) -> list[list[int]]:
         """Cuts places, by ascending location, into neighbours that are read with one system call
